@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def bound_s(self) -> float | None:
-        """Seconds for a step that no order of communication goes below; None without a network."""
+        """Least seconds of a step on this network, whatever the plan; None without a network."""
         return None if self.network is None else _core.bound_s(self.profile, self.network)
 
     @property

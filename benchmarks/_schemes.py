@@ -52,7 +52,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Bound:
-    """A step time that no order of sending goes below.
+    """A lower bound of the step time, whatever the plan.
 
     Attributes:
         text: What is assumed.

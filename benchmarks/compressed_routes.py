@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All_reduces with a codec through two dimensions of a network: flat, and every way along lines.
+"""All_reduces with a codec on a network of two dimensions: flat, and by every dimension path.
 
 Run it on every rank of an emulated cluster of two dimensions:
 
     usbyte lab up --topology 2x2:400mbit,100mbit
     usbyte lab run -- python benchmarks/compressed_routes.py --topology 2x2 --codec topk:0.01
 
-The lines and the codecs are measured first, as training does it. Then the ways take turns, each
-with memory of its own: flat, and what `usbyte._core.line_ways` lists. In every round it is checked,
-for 10,000 elements, that what arrived and what ranks remember is what they have produced, so that
-codecs are casts and those with error feedback. A time is that of the slowest rank, from gradients
-that are there to sums that are, coding included. Columns:
+The dimensions and the codecs are measured first, as training does it. Then the ways take turns,
+each with memory of its own: flat, and what `usbyte._core.dimension_paths` lists. In every round it
+is checked, for 10,000 elements, that what arrived and what ranks remember is what they have
+produced, so that codecs are casts and those with error feedback. A time is that of the slowest
+rank, from gradients that are there to sums that are, coding included. Columns:
 
     way        the dimension that shards are added up in
     scatter, sum, gather
                codecs of the three steps
     ms         median of the rounds, and the least and the most
-    predicted  by the simulator, from what lines and codecs were measured to cost
+    predicted  by the simulator, from what dimensions and codecs were measured to cost
     off        by how much that is more than what was measured
     x          the flat way's time over this one's, as measured
 
@@ -68,13 +68,13 @@ class Way:
     def open(self, mesh: MeshCommunicator) -> None:
         """Makes room and an engine."""
         made = [_core.make_codec(op.codec) for op in self.plan.ops]
-        rows = max([1, *(codec.memories for codec in made if codec is not None)])
-        buffer = torch.empty(self.plan.arena_bytes, dtype=torch.uint8)
+        rows = max([1, *(codec.state_rows for codec in made if codec is not None)])
+        buffer = torch.empty(self.plan.flat_buffer_bytes, dtype=torch.uint8)
         mesh.register(buffer)
         self._values = buffer.view(torch.float32)
         self._memory = torch.zeros(rows, self.plan.numel)
         self._engine = _core.Engine(
-            self.plan, buffer.data_ptr(), mesh.core, memory=self._memory.data_ptr()
+            self.plan, buffer.data_ptr(), mesh.core, codec_state=self._memory.data_ptr()
         )
 
     def run(self, gradient: torch.Tensor, checked: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ def _ways(network: _core.NetworkModel, codec: str, numel: int) -> list[Way]:
     flat = _core.Plan("t", [tensor], [_core.Op("all_reduce", [(0, numel)], codec=codec)])
     plans = CodedPlans("ways", {}, "backward", False, None)
     plans.measure(
-        [codec, *_core.line_codecs(codec, topology)],
+        [codec, *_core.dimension_codecs(codec, topology)],
         lambda name, times: ub.allreduce(times, name=name, op=ub.Max),
     )
 
@@ -114,12 +114,12 @@ def _ways(network: _core.NetworkModel, codec: str, numel: int) -> list[Way]:
         return Way(plan, codecs, where, plans.step_s(plan, profile, network) - _READY_S)
 
     ways = [way(plans.with_schemes(flat, network), ("-", codec, "-"), "flat")]
-    for each in _core.line_ways(flat.ops[0], topology):
+    for each in _core.dimension_paths(flat.ops[0], topology):
         ways.append(
             way(
-                _core.along_lines(flat, topology, [each]),
+                _core.along_dimensions(flat, topology, [each]),
                 (each.scatter, each.sum, each.gather),
-                topology.dimensions[each.sum_line].name,
+                topology.dimensions[each.sum_dimension].name,
             )
         )
     return ways
@@ -132,7 +132,7 @@ def _ways(network: _core.NetworkModel, codec: str, numel: int) -> list[Way]:
 @click.option("--rounds", default=5)
 @click.option("--largest", type=BYTES, default="32M", help="Payload of the probe.")
 def main(topology: str, codec: str, size: int, rounds: int, largest: int) -> None:
-    """Prints what the lines cost, and a table of all ways."""
+    """Prints what the dimensions cost, and a table of all ways."""
     ub.init()
     mesh, network = connect(topology, largest)
     generator = torch.Generator().manual_seed(ub.rank())

@@ -132,7 +132,7 @@ class Table:
         return self._selected[key]
 
     def bound_s(self, model: str, codec: str, links: Links) -> float:
-        """Seconds that nothing goes below which the search finds."""
+        """Lower bound, in seconds, of what the search finds."""
         return self.selection(model, codec, links, free=True).iteration_s
 
     def competitors(self, model: str, codec: str, links: Links) -> dict[str, float]:

@@ -49,9 +49,9 @@ _COLUMNS = {
     "median": "seconds of a step: of a turn of steps, over their number; median over turns",
     "least, most": "over turns",
     "against ddp": "how many times as fast as the best of DDP's bucket sizes",
-    "predicted, bound": "what usbyte's simulator says of its plan, and a step that no order of "
-    "communication goes below, both from the network and the profile measured in the job; updates "
-    "are in neither",
+    "predicted, bound": "what usbyte's simulator says of its plan, and the least time of a step "
+    "whatever the plan, both from the network and the profile measured in the job; updates are in "
+    "neither",
     "operations": "collectives of usbyte's plan",
 }
 

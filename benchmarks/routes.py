@@ -6,7 +6,7 @@ Run it on every rank of an emulated cluster of two dimensions:
     usbyte lab up --topology 2x2:100mbit,200mbit
     usbyte lab run -- python benchmarks/routes.py --topology 2x2
 
-The lines of the mesh are measured first, as training does it. Then the ways take turns: an
+The dimensions of the mesh are measured first, as training does it. Then the ways take turns: an
 all_reduce that knows nothing of dimensions; the innermost dimension first for every chunk, in the
 number of chunks that is predicted to be best (a hierarchical all_reduce); and what policy themis
 sends. Sums are checked in every round. A time is that of the slowest rank. Above each table stands
@@ -14,7 +14,7 @@ what it would take if all dimensions were busy all the time, without startups. C
 
     chunks     that the vector is cut into
     ms         median of the rounds, and the least and the most
-    predicted  by the simulator, from what the lines were measured to cost
+    predicted  by the simulator, from what the dimensions were measured to cost
     off        by how much that is more than what was measured
     x          the fixed order's time over this one's, as measured
 """
@@ -65,7 +65,7 @@ class Way:
         plan = _core.Plan(
             "routes", [tensor], [_core.Op("all_reduce", [(0, tensor.numel)], route=self.route)]
         )
-        buffer = torch.empty(plan.arena_bytes, dtype=torch.uint8)
+        buffer = torch.empty(plan.flat_buffer_bytes, dtype=torch.uint8)
         mesh.register(buffer)
         values = buffer.view(torch.float32)
         engine = _core.Engine(plan, buffer.data_ptr(), mesh.core)
@@ -137,7 +137,7 @@ def _sizes(text: str) -> list[int]:
 @click.option("--rounds", default=5)
 @click.option("--largest", type=BYTES, default="32M", help="Payload of the probe.")
 def main(topology: str, sizes: Sequence[int], rounds: int, largest: int) -> None:
-    """Prints what the lines cost, and a table for each size."""
+    """Prints what the dimensions cost, and a table for each size."""
     ub.init()
     mesh, network = connect(topology, largest)
     assert network.topology is not None

@@ -59,7 +59,7 @@ Rates measure(const Codec& codec, int64_t count, int64_t iters) {
   std::vector<std::byte> message(static_cast<size_t>(codec.message_bytes(count)));
   const RngKey rng = RngKey::of(1, 1, 0, 0);
   std::vector<float> rows[2];
-  Memory memory;
+  CodecState memory;
   for (size_t i = 0; i < 2; ++i) {
     rows[i].resize(values.size());
     memory.rows[i] = rows[i].data();
@@ -84,7 +84,7 @@ Rates measure_matrices(const Matrices& codec, int64_t count, int64_t rows, int64
   std::vector<float> unsent(values.size()), start(values.size());
   std::vector<float> p(static_cast<size_t>(codec.rank() * rows));
   std::vector<float> q(static_cast<size_t>(codec.rank() * cols));
-  Memory memory{{unsent.data(), start.data()}};
+  CodecState memory{{unsent.data(), start.data()}};
   const RngKey rng = RngKey::of(1, 1, 0, 0);
   std::vector<double> send, decode;
   for (int64_t i = -1; i < iters; ++i) {

@@ -102,14 +102,14 @@ struct Result {
 };
 
 Result measure(const Plan& plan, Communicator& communicator, bool held, int64_t steps) {
-  std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
+  std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
   std::vector<int> order(plan.tensors().size());
   std::iota(order.begin(), order.end(), 0);
   if (held) std::reverse(order.begin(), order.end());
   const auto tensors = static_cast<double>(order.size());
   const auto ops = static_cast<double>(plan.ops().size());
 
-  Engine engine(plan, arena.data(), communicator);
+  Engine engine(plan, flat_buffer.data(), communicator);
   Result result;
   const int64_t warmup = steps / 10 + 1;
   double cpu = 0;
@@ -134,9 +134,9 @@ Result measure(const Plan& plan, Communicator& communicator, bool held, int64_t 
 
 // CPU time, as % of one core, of an engine that is left alone before its first step, or inside one.
 double idle_percent(const Plan& plan, bool in_step, double seconds) {
-  std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
+  std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
   InlineCommunicator communicator;
-  Engine engine(plan, arena.data(), communicator);
+  Engine engine(plan, flat_buffer.data(), communicator);
   if (in_step) engine.begin_step();
   const double begin = now_s(), cpu = bench::process_cpu_s();
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));

@@ -35,7 +35,7 @@ constexpr const char* kAbout =
     "  CPU         CPU time of all threads that the steps with the engine take beyond those\n"
     "              without it, by step and block\n"
     "  ahead       how long before the device has done a step the host is through with it; median\n"
-    "  #wrong      elements of the arena that differ from the gradients\n\n"
+    "  #wrong      elements of the flat buffer that differ from the gradients\n\n"
     "Exit code: 0, 1 if anything is wrong, 2 on an error.";
 
 // One rank: what is reduced stays as it is.
@@ -98,10 +98,10 @@ class Training {
       : cuda_(std::move(cuda)),
         scratch_bytes_(scratch_bytes),
         stream_(*cuda_),
-        arena_(*cuda_, plan.arena_bytes()),
-        gradients_(*cuda_, plan.arena_bytes()),
+        flat_buffer_(*cuda_, plan.flat_buffer_bytes()),
+        gradients_(*cuda_, plan.flat_buffer_bytes()),
         scratch_(*cuda_, scratch_bytes),
-        engine_(plan, arena_.data(), network, options(cuda_)),
+        engine_(plan, flat_buffer_.data(), network, options(cuda_)),
         plan_(engine_.plan()) {
     // How many bytes a kernel fills in a microsecond, to make kernels of a given length.
     double fastest = 1;
@@ -209,7 +209,7 @@ class Training {
   int64_t wrong() {
     engine_.drain({}, stream_);
     std::vector<float> found(static_cast<size_t>(plan_.numel()));
-    cuda_->copy(found.data(), arena_.data(), found.size() * sizeof(float), stream_);
+    cuda_->copy(found.data(), flat_buffer_.data(), found.size() * sizeof(float), stream_);
     cuda_->synchronize(stream_);
     int64_t out = 0;
     for (size_t t = 0; t < plan_.tensors().size(); ++t) {
@@ -224,7 +224,7 @@ class Training {
   const std::shared_ptr<Cuda> cuda_;
   const int64_t scratch_bytes_;
   Stream stream_;
-  Allocation arena_, gradients_, scratch_;
+  Allocation flat_buffer_, gradients_, scratch_;
   Engine engine_;
   const Plan& plan_;
   double bytes_per_element_ = 0;  // filled in forward, for each element of a tensor

@@ -23,9 +23,9 @@ namespace usbyte::bench {
 constexpr int64_t kTensorAlignment = 512;  // bytes, as torch's allocator has it
 constexpr int64_t kRowWidth = 64;          // elements
 
-// Regions that the ops work on. Tensors lie in the first three, in the same places, and the arena
-// in the last.
-enum Region { kParams, kFirstState, kSecondState, kArena, kRegions };
+// Regions that the ops work on. Tensors lie in the first three, in the same places, and the flat
+// buffer in the last.
+enum Region { kParams, kFirstState, kSecondState, kFlatBuffer, kRegions };
 
 struct Bytes {
   int64_t begin = 0, end = 0;
@@ -61,7 +61,7 @@ struct Part {
 };
 
 struct Block {
-  int64_t begin = 0, count = 0;  // elements of the arena
+  int64_t begin = 0, count = 0;  // elements of the flat buffer
   std::vector<Part> parts;
 
   Block(const Layout& layout, int64_t first, int64_t elements) : begin(first), count(elements) {
@@ -73,7 +73,7 @@ struct Block {
     }
   }
   Bytes range(Region region) const {
-    if (region == kArena) return {begin * 4, (begin + count) * 4};
+    if (region == kFlatBuffer) return {begin * 4, (begin + count) * 4};
     return {parts.front().place, parts.back().place + parts.back().count * 4};
   }
 };
@@ -148,28 +148,30 @@ struct Op {
       : name(std::move(op)), bytes_per_element(bytes), on_device(run), on_host(run) {}
 };
 
-inline Op pack(const std::string& name, DType arena) {
-  return {name, 4.0 + static_cast<double>(itemsize(arena)),
+inline Op pack(const std::string& name, DType flat_buffer) {
+  return {name, 4.0 + static_cast<double>(itemsize(flat_buffer)),
           [=](const auto& kernels, const Regions& memory, const Block& block) {
             std::vector<CopySegment> segments;
             for (const Part& p : block.parts) {
-              segments.push_back({memory.at(kParams, p.place),
-                                  memory.at(kArena, block.begin * 4 + p.offset * itemsize(arena)),
-                                  p.count});
+              segments.push_back(
+                  {memory.at(kParams, p.place),
+                   memory.at(kFlatBuffer, block.begin * 4 + p.offset * itemsize(flat_buffer)),
+                   p.count});
             }
-            kernels.copy_segments(segments, DType::float32, arena, 1.0);
+            kernels.copy_segments(segments, DType::float32, flat_buffer, 1.0);
           }};
 }
 
-inline Op unpack(const std::string& name, DType arena) {
-  return {name, 4.0 + static_cast<double>(itemsize(arena)),
+inline Op unpack(const std::string& name, DType flat_buffer) {
+  return {name, 4.0 + static_cast<double>(itemsize(flat_buffer)),
           [=](const auto& kernels, const Regions& memory, const Block& block) {
             std::vector<CopySegment> segments;
             for (const Part& p : block.parts) {
-              segments.push_back({memory.at(kArena, block.begin * 4 + p.offset * itemsize(arena)),
-                                  memory.at(kParams, p.place), p.count});
+              segments.push_back(
+                  {memory.at(kFlatBuffer, block.begin * 4 + p.offset * itemsize(flat_buffer)),
+                   memory.at(kParams, p.place), p.count});
             }
-            kernels.copy_segments(segments, arena, DType::float32, 1.0);
+            kernels.copy_segments(segments, flat_buffer, DType::float32, 1.0);
           }};
 }
 
@@ -178,7 +180,7 @@ inline Op sgd() {
             std::vector<SgdTensor> tensors;
             for (const Part& p : block.parts) {
               tensors.push_back({memory.at(kParams, p.place),
-                                 memory.at(kArena, (block.begin + p.offset) * 4),
+                                 memory.at(kFlatBuffer, (block.begin + p.offset) * 4),
                                  memory.at(kFirstState, p.place), p.count, false});
             }
             const SgdOptions options{.lr = 0.1, .momentum = 0.9, .weight_decay = 1e-4};
@@ -190,9 +192,10 @@ inline Op adam() {
   return {"adam", 28, [](const auto& kernels, const Regions& memory, const Block& block) {
             std::vector<AdamTensor> tensors;
             for (const Part& p : block.parts) {
-              tensors.push_back(
-                  {memory.at(kParams, p.place), memory.at(kArena, (block.begin + p.offset) * 4),
-                   memory.at(kFirstState, p.place), memory.at(kSecondState, p.place), p.count, 7});
+              tensors.push_back({memory.at(kParams, p.place),
+                                 memory.at(kFlatBuffer, (block.begin + p.offset) * 4),
+                                 memory.at(kFirstState, p.place), memory.at(kSecondState, p.place),
+                                 p.count, 7});
             }
             const AdamOptions options{.lr = 1e-3,
                                       .beta1 = 0.9,
@@ -206,7 +209,7 @@ inline Op adam() {
 
 inline Op fill() {
   return {"fill", 4, [](const auto& kernels, const Regions& memory, const Block& block) {
-            kernels.fill(memory.at(kArena, block.begin * 4), DType::float32, block.count, 0.5);
+            kernels.fill(memory.at(kFlatBuffer, block.begin * 4), DType::float32, block.count, 0.5);
           }};
 }
 
@@ -214,7 +217,7 @@ inline Op scatter_add() {
   const double rows = 8.0 / kRowWidth;
   return {"scatter_add", 4 + 8.0 / 3 + rows,
           [](const auto& kernels, const Regions& memory, const Block& block) {
-            kernels.scatter_add(memory.at(kArena, block.begin * 4), memory.rows,
+            kernels.scatter_add(memory.at(kFlatBuffer, block.begin * 4), memory.rows,
                                 memory.at(kParams, block.range(kParams).begin), DType::float32,
                                 block.count / kRowWidth, kRowWidth);
           }};
@@ -224,7 +227,7 @@ inline Op gather_rows() {
   return {"gather_rows", 8 + 4.0 / kRowWidth,
           [](const auto& kernels, const Regions& memory, const Block& block) {
             const int64_t pairs = block.count / kRowWidth / 2;
-            kernels.gather_rows(memory.at(kArena, block.begin * 4),
+            kernels.gather_rows(memory.at(kFlatBuffer, block.begin * 4),
                                 memory.at(kParams, block.range(kParams).begin), memory.positions,
                                 DType::float32, 2 * pairs, kRowWidth, 0.5);
           }};
@@ -240,13 +243,13 @@ inline double message_share(const Codec& codec) {
 // `skipped` elements.
 inline Op send(const std::string& spec, int64_t skipped) {
   const std::shared_ptr<const Codec> codec = make_codec(spec);
-  const bool keeps = codec->memories() > 0;
+  const bool keeps = codec->state_rows() > 0;
   return {"send " + spec + (skipped > 0 ? ", odd" : ""),
           4 + message_share(*codec) + (keeps ? 8 : 0),
           [=](const auto& kernels, const Regions& memory, const Block& block) {
             const int64_t place = block.range(kFirstState).begin;
             void* const kept = memory.at(kFirstState, place + 4 * skipped);
-            const GroupEncoding run{memory.at(kArena, (block.begin + skipped) * 4),
+            const GroupEncoding run{memory.at(kFlatBuffer, (block.begin + skipped) * 4),
                                     keeps ? static_cast<float*>(kept) : nullptr,
                                     static_cast<std::byte*>(memory.at(kSecondState, place)),
                                     block.count - skipped, 1};
@@ -260,7 +263,7 @@ inline Op receive(const std::string& spec, int64_t skipped) {
   return {"receive " + spec + (skipped > 0 ? ", odd" : ""), 4 + 2 * message_share(*codec),
           [=](const auto& kernels, const Regions& memory, const Block& block) {
             const int64_t place = block.range(kSecondState).begin;
-            const GroupDecoding run{memory.at(kArena, (block.begin + skipped) * 4),
+            const GroupDecoding run{memory.at(kFlatBuffer, (block.begin + skipped) * 4),
                                     static_cast<const std::byte*>(memory.at(kSecondState, place)),
                                     block.count - skipped};
             kernels.decode_groups(*codec->kernels(), std::span(&run, 1), DType::float32, 2,

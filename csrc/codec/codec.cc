@@ -57,7 +57,7 @@ class WithoutFeedback final : public Codec {
   bool adds() const override { return inner_->adds(); }
   DType message_dtype() const override { return inner_->message_dtype(); }
   int64_t message_bytes(int64_t count) const override { return inner_->message_bytes(count); }
-  int memories() const override { return 0; }
+  int state_rows() const override { return 0; }
   std::optional<GroupCodec> kernels() const override { return inner_->kernels(); }
   const Selection* selection() const override { return inner_->selection(); }
   void encode(std::span<const float> values, const RngKey& rng, std::byte* message) const override {
@@ -105,7 +105,7 @@ RngKey RngKey::of(uint64_t seed, int64_t step, int64_t begin, int rank) {
   return {shared, mix(shared + static_cast<uint64_t>(rank) + 1)};
 }
 
-std::string Codec::remembers() const { return memories() == 0 ? "" : "unsent"; }
+std::string Codec::remembers() const { return state_rows() == 0 ? "" : "unsent"; }
 
 void Codec::combine(std::span<const std::byte* const> messages, const RngKey& rng,
                     std::span<float> values) const {
@@ -113,10 +113,10 @@ void Codec::combine(std::span<const std::byte* const> messages, const RngKey& rn
   for (const std::byte* message : messages.subspan(1)) decode_add(message, rng, 1, values);
 }
 
-void Codec::send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int,
+void Codec::send(std::span<const float> gradient, CodecState& state, const RngKey& rng, int,
                  std::byte* message) const {
-  if (memories() == 0) return encode(gradient, rng, message);
-  const std::span<float> kept(memory.rows[0], gradient.size());
+  if (state_rows() == 0) return encode(gradient, rng, message);
+  const std::span<float> kept(state.rows[0], gradient.size());
   loops().add(gradient.data(), 1, kept.data(), std::ssize(kept));
   encode(kept, rng, message);
   if (loops().largest(kept.data(), std::ssize(kept)) < codecs::kInfinityBits) {

@@ -10,9 +10,10 @@
 
 namespace usbyte {
 MeshCommunicator::MeshCommunicator(Topology topology, std::shared_ptr<Communicator> flat,
-                                   std::vector<std::shared_ptr<Communicator>> lines)
-    : state_((check_mesh(topology, flat, lines, false),
-              std::make_shared<State>(std::move(topology), std::move(flat), std::move(lines)))) {}
+                                   std::vector<std::shared_ptr<Communicator>> axis_groups)
+    : state_((
+          check_mesh(topology, flat, axis_groups, false),
+          std::make_shared<State>(std::move(topology), std::move(flat), std::move(axis_groups)))) {}
 
 MeshCommunicator::~MeshCommunicator() {
   State& s = *state_;
@@ -28,15 +29,18 @@ int MeshCommunicator::size() const { return state_->topology.ranks(); }
 // What is called may destroy this object.
 void MeshCommunicator::launch(const Request& request, Completion done) {
   const std::shared_ptr<State> state = state_;
-  if (!request.schedule && request.line < 0) return state->launch_flat(request, std::move(done));
+  if (!request.schedule && request.dimension < 0)
+    return state->launch_flat(request, std::move(done));
   std::string why = mesh_problem(request, state->topology);
   if (why.empty() && request.order) {
-    why = "a request with a schedule or a line would lose its order on a device; launch it without";
+    why =
+        "a request with a schedule or a dimension would lose its order on a device; launch it "
+        "without";
   }
   if (why.empty() && request.schedule) why = state->invalid(request.schedule);
   if (!why.empty()) return done(std::make_exception_ptr(UsageError(why)));
   state->start(
-      std::make_shared<MeshJob>(request, std::move(done), state->topology, state->coordinates));
+      std::make_shared<MeshRequest>(request, std::move(done), state->topology, state->coordinates));
 }
 
 const Topology* MeshCommunicator::topology() const { return &state_->topology; }

@@ -6,14 +6,14 @@
 namespace usbyte {
 
 void check_mesh(const Topology& topology, const std::shared_ptr<Communicator>& flat,
-                const std::vector<std::shared_ptr<Communicator>>& lines, bool on_streams) {
+                const std::vector<std::shared_ptr<Communicator>>& axis_groups, bool on_streams) {
   topology.validate();
   const std::string mesh = "a mesh of " + std::to_string(topology.ranks()) + " ranks in " +
                            std::to_string(topology.ndim()) + " dimensions ";
   if (!flat) throw UsageError(mesh + "has no flat communicator");
-  if (flat->size() != topology.ranks() || std::ssize(lines) != topology.ndim()) {
+  if (flat->size() != topology.ranks() || std::ssize(axis_groups) != topology.ndim()) {
     throw UsageError(mesh + "got a flat communicator of " + std::to_string(flat->size()) +
-                     " ranks and " + std::to_string(lines.size()) + " lines");
+                     " ranks and " + std::to_string(axis_groups.size()) + " axis groups");
   }
   const std::string misfit =
       on_streams
@@ -24,17 +24,18 @@ void check_mesh(const Topology& topology, const std::shared_ptr<Communicator>& f
     throw UsageError("what the flat communicator does" + misfit);
   }
   const std::vector<int> coordinates = topology.coordinates(flat->rank());
-  for (size_t d = 0; d < lines.size(); ++d) {
+  for (size_t d = 0; d < axis_groups.size(); ++d) {
     const Dimension& dimension = topology.dimensions[d];
-    const std::string line = "the line of dimension '" + dimension.name + "'";
-    const int ranks = lines[d] ? lines[d]->size() : 1, place = lines[d] ? lines[d]->rank() : 0;
+    const std::string group = "the axis group of dimension '" + dimension.name + "'";
+    const int ranks = axis_groups[d] ? axis_groups[d]->size() : 1,
+              place = axis_groups[d] ? axis_groups[d]->rank() : 0;
     if (ranks != dimension.size || place != coordinates[d]) {
-      throw UsageError(line + " has rank " + std::to_string(place) + " of " +
+      throw UsageError(group + " has rank " + std::to_string(place) + " of " +
                        std::to_string(ranks) + ", not " + std::to_string(coordinates[d]) + " of " +
                        std::to_string(dimension.size));
     }
-    if (lines[d] && lines[d]->stream_ordered() != on_streams) {
-      throw UsageError("what " + line + " does" + misfit);
+    if (axis_groups[d] && axis_groups[d]->stream_ordered() != on_streams) {
+      throw UsageError("what " + group + " does" + misfit);
     }
   }
 }

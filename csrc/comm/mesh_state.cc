@@ -32,8 +32,8 @@ MeshCommunicator::State::State(Topology t, std::shared_ptr<Communicator> f,
       coordinates(topology.coordinates(rank)),
       ndim(communicators.size()),
       flat(std::move(f)),
-      lines(ndim) {
-  for (size_t d = 0; d < ndim; ++d) lines[d].communicator = std::move(communicators[d]);
+      axis_groups(ndim) {
+  for (size_t d = 0; d < ndim; ++d) axis_groups[d].communicator = std::move(communicators[d]);
 }
 
 void MeshCommunicator::State::leave() {
@@ -89,25 +89,25 @@ void MeshCommunicator::State::launch_flat(const Request& request, Completion don
   leave();
 }
 
-void MeshCommunicator::State::start(const std::shared_ptr<MeshJob>& job) {
+void MeshCommunicator::State::start(const std::shared_ptr<MeshRequest>& mesh_request) {
   std::string why;
   {
     MutexLock lock(mutex);
     why = fault;
     if (why.empty()) {
-      for (size_t d = 0; d < lines.size(); ++d) {
-        for (const ChunkPhase& next : job->order(d)) {
-          lines[d].waiting.push_back({job, next.chunk, next.phase});
+      for (size_t d = 0; d < axis_groups.size(); ++d) {
+        for (const ChunkPhase& next : mesh_request->order(d)) {
+          axis_groups[d].waiting.push_back({mesh_request, next.chunk, next.phase});
         }
       }
-      (job->left > 0 ? open : over).push_back(job);
+      (mesh_request->left > 0 ? open : over).push_back(mesh_request);
     }
   }
-  if (!why.empty()) return std::exchange(job->done, nullptr)(fault_of(why));
+  if (!why.empty()) return std::exchange(mesh_request->done, nullptr)(fault_of(why));
   go_on();
 }
 
-/// Launches what can be on all lines, and completes what is over.
+/// Launches what can be on all axis groups, and completes what is over.
 void MeshCommunicator::State::go_on() {
   for (bool passes = true; passes;) {
     passes = false;
@@ -120,24 +120,24 @@ void MeshCommunicator::State::go_on() {
 bool MeshCommunicator::State::launch_on(size_t d) {
   bool passes = false;
   MutexLock lock(mutex);
-  Line& line = lines[d];
-  while (!line.launching && !line.waiting.empty() && line.in_flight < kPhasesInFlight) {
-    if (const Task& next = line.waiting.front();
-        next.job->passed[static_cast<size_t>(next.chunk)] != next.phase) {
+  AxisGroup& group = axis_groups[d];
+  while (!group.launching && !group.waiting.empty() && group.in_flight < kPhasesInFlight) {
+    if (const Task& next = group.waiting.front();
+        next.mesh_request->passed[static_cast<size_t>(next.chunk)] != next.phase) {
       break;
     }
-    Task task = std::move(line.waiting.front());
-    line.waiting.pop_front();
-    const Request request = task.job->phase(task.chunk, task.phase);
+    Task task = std::move(group.waiting.front());
+    group.waiting.pop_front();
+    const Request request = task.mesh_request->phase(task.chunk, task.phase);
     if (request.recv.empty()) {
       pass(task);
       passes = true;
       continue;
     }
-    ++line.in_flight;
-    ++task.job->in_flight;
-    line.launching = true;
-    std::shared_ptr<Communicator> to = line.communicator;
+    ++group.in_flight;
+    ++task.mesh_request->in_flight;
+    group.launching = true;
+    std::shared_ptr<Communicator> to = group.communicator;
     enter();
     {
       MutexUnlock unlocked(mutex);
@@ -148,7 +148,7 @@ bool MeshCommunicator::State::launch_on(size_t d) {
       });
       to.reset();
     }
-    line.launching = false;
+    group.launching = false;
     leave();
   }
   return passes;
@@ -158,8 +158,8 @@ bool MeshCommunicator::State::launch_on(size_t d) {
 void MeshCommunicator::State::count(size_t d, const Task& task, const std::exception_ptr& error) {
   const std::string why = error ? what(error) : "";
   MutexLock lock(mutex);
-  --lines[d].in_flight;
-  --task.job->in_flight;
+  --axis_groups[d].in_flight;
+  --task.mesh_request->in_flight;
   if (!error) pass(task);
   if (error && fault.empty()) {
     fault = phase_failure({0, task.chunk, task.phase}, topology.dimensions[d], why);
@@ -168,17 +168,17 @@ void MeshCommunicator::State::count(size_t d, const Task& task, const std::excep
 }
 
 void MeshCommunicator::State::pass(const Task& task) {
-  ++task.job->passed[static_cast<size_t>(task.chunk)];
-  if (--task.job->left > 0) return;
-  std::erase(open, task.job);
-  over.push_back(task.job);
+  ++task.mesh_request->passed[static_cast<size_t>(task.chunk)];
+  if (--task.mesh_request->left > 0) return;
+  std::erase(open, task.mesh_request);
+  over.push_back(task.mesh_request);
 }
 
 /// After a fault: nothing else is launched, and what has nothing in flight is over.
 void MeshCommunicator::State::give_up() {
-  for (Line& line : lines) line.waiting.clear();
-  const auto [idle, end] =
-      std::ranges::stable_partition(open, [](const auto& job) { return job->in_flight > 0; });
+  for (AxisGroup& group : axis_groups) group.waiting.clear();
+  const auto [idle, end] = std::ranges::stable_partition(
+      open, [](const auto& mesh_request) { return mesh_request->in_flight > 0; });
   over.insert(over.end(), idle, end);
   open.erase(idle, end);
 }
@@ -188,14 +188,14 @@ void MeshCommunicator::State::deliver() {
   if (delivering) return;
   delivering = true;
   while (!over.empty()) {
-    std::shared_ptr<MeshJob> job = std::move(over.front());
+    std::shared_ptr<MeshRequest> mesh_request = std::move(over.front());
     over.pop_front();
-    const std::string why = job->left > 0 ? fault : "";
+    const std::string why = mesh_request->left > 0 ? fault : "";
     calling.push_back(std::this_thread::get_id());
     {
       MutexUnlock unlocked(mutex);
-      std::exchange(job->done, nullptr)(fault_of(why));
-      job.reset();
+      std::exchange(mesh_request->done, nullptr)(fault_of(why));
+      mesh_request.reset();
     }
     take_out(calling);
   }
@@ -216,7 +216,7 @@ void MeshCommunicator::State::end(const std::string& why) {
   std::vector<std::shared_ptr<Communicator>> all;
   MutexLock lock(mutex);
   all.push_back(flat);
-  for (const Line& line : lines) all.push_back(line.communicator);
+  for (const AxisGroup& group : axis_groups) all.push_back(group.communicator);
   enter();
   {
     MutexUnlock unlocked(mutex);
@@ -229,7 +229,7 @@ void MeshCommunicator::State::end(const std::string& why) {
   if (!first) return;
   while (holds_others(inside)) changed.wait(mutex);
   all.push_back(std::exchange(flat, nullptr));
-  for (Line& line : lines) all.push_back(std::exchange(line.communicator, nullptr));
+  for (AxisGroup& group : axis_groups) all.push_back(std::exchange(group.communicator, nullptr));
 }
 
 std::string MeshCommunicator::State::failure() {

@@ -9,31 +9,31 @@
 #include <vector>
 
 #include "mesh_communicator.h"
-#include "mesh_job.h"
+#include "mesh_request.h"
 #include "support/thread_annotations.h"
 
 namespace usbyte {
 
-// `mutex` guards what says so and what jobs count, and is never held while a communicator or a
+// `mutex` guards what says so and what requests count, and is never held while a communicator or a
 // completion is called or destroyed. What is in flight holds the state alive.
 //
 // Who is inside a communicator has a share of it and is in `inside`. Communicators are let go of
-// once nobody else is there, so that no completion of one line is left with the last share of
-// another: the ends of two lines would wait for one another's completions.
+// once nobody else is there, so that no completion of one axis group is left with the last share of
+// another: the ends of two axis groups would wait for one another's completions.
 //
-// Of a line one thread at a time launches, which has set `launching`, and one calls completions,
-// which has set `delivering`; each of them looks again before it stops. Others leave what they have
-// found to it, also when they are further up on its stack, which is thus never deeper than there
-// are lines.
+// Of an axis group one thread at a time launches, which has set `launching`, and one calls
+// completions, which has set `delivering`; each of them looks again before it stops. Others leave
+// what they have found to it, also when they are further up on its stack, which is thus never
+// deeper than there are axis groups.
 struct MeshCommunicator::State : std::enable_shared_from_this<State> {
   using Threads = std::vector<std::thread::id>;
-  using Jobs = std::deque<std::shared_ptr<MeshJob>>;
+  using Requests = std::deque<std::shared_ptr<MeshRequest>>;
   struct Task {
-    std::shared_ptr<MeshJob> job;  // in `open` or `over`, too, while this waits
+    std::shared_ptr<MeshRequest> mesh_request;  // in `open` or `over`, too, while this waits
     int chunk;
     int phase;
   };
-  struct Line {
+  struct AxisGroup {
     std::shared_ptr<Communicator> communicator;
     std::deque<Task> waiting;  // none after a fault
     int in_flight = 0;
@@ -43,13 +43,13 @@ struct MeshCommunicator::State : std::enable_shared_from_this<State> {
   Mutex mutex;
 
   State(Topology topology, std::shared_ptr<Communicator> flat,
-        std::vector<std::shared_ptr<Communicator>> lines);
+        std::vector<std::shared_ptr<Communicator>> axis_groups);
 
   void enter() USBYTE_REQUIRES(mutex) { inside.push_back(std::this_thread::get_id()); }
   void leave() USBYTE_REQUIRES(mutex);
   std::string invalid(const std::shared_ptr<const MeshSchedule>& schedule);
   void launch_flat(const Request& request, Completion done);
-  void start(const std::shared_ptr<MeshJob>& job);
+  void start(const std::shared_ptr<MeshRequest>& mesh_request);
   void go_on();
   bool launch_on(size_t d);
   void count(size_t d, const Task& task, const std::exception_ptr& error);
@@ -64,15 +64,15 @@ struct MeshCommunicator::State : std::enable_shared_from_this<State> {
   const Topology topology;
   const int rank;
   const std::vector<int> coordinates;
-  const size_t ndim;  // of `lines`
+  const size_t ndim;  // of `axis_groups`
 
   ConditionVariable changed;  // for ends
-  // Null, and those of lines, once they are let go of.
+  // Null, and those of axis groups, once they are let go of.
   std::shared_ptr<Communicator> flat USBYTE_GUARDED_BY(mutex);
   int flat_in_flight USBYTE_GUARDED_BY(mutex) = 0;
-  std::vector<Line> lines USBYTE_GUARDED_BY(mutex);  // by dimension
-  Jobs open USBYTE_GUARDED_BY(mutex);                // not over, in order of launches
-  Jobs over USBYTE_GUARDED_BY(mutex);                // to be completed
+  std::vector<AxisGroup> axis_groups USBYTE_GUARDED_BY(mutex);  // by dimension
+  Requests open USBYTE_GUARDED_BY(mutex);                       // not over, in order of launches
+  Requests over USBYTE_GUARDED_BY(mutex);                       // to be completed
   bool delivering USBYTE_GUARDED_BY(mutex) = false;
   Threads inside USBYTE_GUARDED_BY(mutex);  // a communicator
   Threads calling

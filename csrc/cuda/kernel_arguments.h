@@ -26,7 +26,7 @@ constexpr int64_t kSegmentsPerLaunch = 1024;
 /// A run of elements to encode.
 struct GroupEncoding {
   const void* values = nullptr;
-  float* kept = nullptr;         ///< memory, `count` elements; null without
+  float* kept = nullptr;         ///< codec state, `count` elements; null without
   std::byte* message = nullptr;  ///< aligned to 4 bytes, a cast's to 2
   int64_t count = 0;             // elements
   uint64_t key = 0;              ///< RngKey::own of the run

@@ -10,8 +10,9 @@
 
 namespace usbyte {
 
-Engine::Engine(Plan plan, std::byte* arena, Communicator& communicator, EngineOptions options)
-    : state_(std::make_shared<State>(std::move(plan), arena, communicator, std::move(options))) {
+Engine::Engine(Plan plan, std::byte* flat_buffer, Communicator& communicator, EngineOptions options)
+    : state_(
+          std::make_shared<State>(std::move(plan), flat_buffer, communicator, std::move(options))) {
   state_->thread = std::thread([state = state_] { state->run(state); });
   MutexLock lock(state_->mutex);
   while (!state_->running) state_->changed.wait(state_->mutex);

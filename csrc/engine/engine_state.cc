@@ -7,7 +7,7 @@
 #include <optional>
 #include <utility>
 
-#include "plan/lines.h"
+#include "plan/dimension_path.h"
 #include "scaled_copy.h"
 #include "usbyte/error.h"
 
@@ -23,28 +23,29 @@ Clock::time_point at(double seconds) {
       std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
 }
 
-void check_lines(const Plan& plan, const Communicator& communicator) {
-  const auto along = std::ranges::find_if(plan.ops(), [](const Op& op) { return op.line >= 0; });
+void check_dimensions(const Plan& plan, const Communicator& communicator) {
+  const auto along =
+      std::ranges::find_if(plan.ops(), [](const Op& op) { return op.dimension >= 0; });
   if (along == plan.ops().end()) return;
   const auto what = [&] { return plan.describe(static_cast<int>(along - plan.ops().begin())); };
   if (!communicator.topology()) {
     throw UsageError(what() + ": the communicator has no such dimension");
   }
-  usbyte::check_lines(plan, *communicator.topology());
+  usbyte::check_dimensions(plan, *communicator.topology());
 }
 
 }  // namespace
 
 Engine::State::State(Plan p, std::byte* a, Communicator& c, EngineOptions o)
     : plan(std::move(p)),
-      arena(a),
+      flat_buffer(a),
       communicator(c),
       options(std::move(o)),
-      device(options.device ? std::make_unique<DeviceStep>(plan, arena, options.device,
+      device(options.device ? std::make_unique<DeviceStep>(plan, flat_buffer, options.device,
                                                            options.scale, options.hold_gathers)
                             : nullptr),
       launches(plan, options.hold_gathers, options.steps_before) {
-  check_lines(plan, communicator);
+  check_dimensions(plan, communicator);
   for (const Op& op : plan.ops()) {
     Request request;
     request.kind = op.kind;
@@ -52,18 +53,24 @@ Engine::State::State(Plan p, std::byte* a, Communicator& c, EngineOptions o)
     request.window_bytes = op.window_bytes;
     request.fence = op.fence;
     if (op.route) request.schedule = std::make_shared<const MeshSchedule>(*op.route);
-    request.line = op.line;
+    request.dimension = op.dimension;
     for (Block b : worked_on(op, communicator.topology(), communicator.rank())) {
-      request.recv.push_back({arena + plan.byte_offset(b.begin), b.numel()});
+      request.recv.push_back({flat_buffer + plan.byte_offset(b.begin), b.numel()});
     }
     requests.push_back(std::move(request));
   }
   const auto any = [this](auto is) { return std::ranges::any_of(plan.ops(), is); };
   if (any([](const Op& op) { return op.codec != "none"; })) {
     contexts.resize(plan.ops().size());
-    const CodingSpace space{
-        plan,         arena,          options.memory, communicator.rank(),    communicator.size(),
-        options.seed, options.device, nullptr,        communicator.topology()};
+    const CodingSpace space{plan,
+                            flat_buffer,
+                            options.codec_state,
+                            communicator.rank(),
+                            communicator.size(),
+                            options.seed,
+                            options.device,
+                            nullptr,
+                            communicator.topology()};
     coding = std::make_unique<CodecWorker>(
         space, communicator.stream_ordered(),
         [this](int op, const std::exception_ptr& error) { coded(op, error, false); },
@@ -131,7 +138,7 @@ void Engine::State::end_ready(int tensor) {
 
 void Engine::State::take(int tensor, const void* gradient) const {
   const TensorSpec& spec = plan.tensors()[static_cast<size_t>(tensor)];
-  std::byte* const target = arena + plan.byte_offset(spec.offset);
+  std::byte* const target = flat_buffer + plan.byte_offset(spec.offset);
   scaled_copy(spec.dtype, gradient, target, spec.numel, options.scale);
 }
 
@@ -346,7 +353,7 @@ void Engine::State::report_fault() {
       if (options.on_fault) message = options.on_fault(found);
       if (message.empty()) message = found;
     } catch (const std::exception& e) {
-      message += std::string("; the cause could not be found out: ") + e.what();
+      message += std::string("; the cause is unknown: ") + e.what();
     }
   }
   faults.forget_found();

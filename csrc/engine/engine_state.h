@@ -32,7 +32,7 @@ struct Engine::State {
 
   // Constant after construction.
   const Plan plan;
-  std::byte* const arena;
+  std::byte* const flat_buffer;
   Communicator& communicator;
   EngineOptions options;                     // until the end, which drops the callbacks
   const std::unique_ptr<DeviceStep> device;  // null on the host; has a lock of its own
@@ -75,7 +75,7 @@ struct Engine::State {
   void on_device(Call call) USBYTE_REQUIRES(mutex);
   void set_fault(std::string message) USBYTE_REQUIRES(mutex);
   void post_record() USBYTE_REQUIRES(mutex);
-  /// Writes a gradient of the host to the arena, scaled.
+  /// Writes a gradient of the host to the flat buffer, scaled.
   void take(int tensor, const void* gradient) const;
   /// The device's times of the current step, for which the host waits.
   StepRecord device_times() const;

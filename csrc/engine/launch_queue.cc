@@ -70,7 +70,7 @@ void LaunchQueue::end_backward() {
 }
 
 void LaunchQueue::begin_release() {
-  if (!hold_gathers_) throw UsageError("release_gathers: this engine does not hold them");
+  if (!hold_gathers_) throw UsageError("release_gathers: this engine does not hold gathers back");
   if (released_ || !step_.reduced()) {
     throw UsageError("release_gathers: already released, or not everything is reduced");
   }

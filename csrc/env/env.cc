@@ -144,7 +144,7 @@ constexpr std::array kKnobs = {
          "File that a rank's last operations are written to after a fault, %r for the rank; empty: "
          "none"},
     Knob{"USBYTE_JOB_TOKEN", &Env::job_token, "", "", "a text",
-         "Set by usbyterun, or by you on all ranks: what a job's processes know each other by"},
+         "Secret that the processes of a job share; set by usbyterun, or by you on all ranks"},
     Knob{"USBYTE_LOG_LEVEL", &Env::log_level, "warning", "", "debug, info, warning or error",
          "Least severity that is logged", is_log_level},
     Knob{"USBYTE_CHUNK_BYTES", &Env::chunk_bytes, "4M", "bytes",

@@ -29,7 +29,7 @@ class Coder {
       // What waits for a first round leaves the network to the op behind that one.
       std::vector<Op> waiting = std::exchange(second_rounds_, {});
       const Op& op = plan_.ops()[i];
-      if (op.codec != "none" || op.line >= 0) {
+      if (op.codec != "none" || op.dimension >= 0) {
         out_.push_back(op);
       } else {
         add(op, static_cast<int>(i));
@@ -41,7 +41,7 @@ class Coder {
   }
 
  private:
-  struct Part {
+  struct CodedBlock {
     std::string codec;
     Block block;
   };
@@ -78,9 +78,9 @@ class Coder {
   }
 
   // Parts of tensors with one codec each, neighbours of the same joined.
-  std::vector<Part> parts_of(Collective kind, int index, Block block) {
+  std::vector<CodedBlock> parts_of(Collective kind, int index, Block block) {
     const bool gathers = kind == Collective::all_gather;
-    std::vector<Part> out;
+    std::vector<CodedBlock> out;
     for (int t : plan_.tensors_of({Collective::all_reduce, {block}})) {
       const TensorSpec& tensor = plan_.tensors()[static_cast<size_t>(t)];
       const auto codec = codec_for(t);
@@ -99,7 +99,7 @@ class Coder {
         out.push_back({spec, part});
       }
     }
-    for (Part& part : out) {  // cut as they were scattered
+    for (CodedBlock& part : out) {  // cut as they were scattered
       if (gathers && sharded_) part.codec = "none";
     }
     return out;
@@ -110,7 +110,7 @@ class Coder {
     auto codec = make_codec(codec_of_[static_cast<size_t>(t)]);
     if (codec && sharded_ && (!codec->relays() || codec->matrices())) {
       throw UsageError("codec " + codec->spec() +
-                       " cannot serve a sharded optimizer: no rank gets " +
+                       " does not support a sharded optimizer: no rank gets " +
                        "a part of a reduced gradient");
     }
     if (!codec || !codec->matrices()) return codec;

@@ -20,7 +20,7 @@ using Json = nlohmann::ordered_json;
 inline constexpr size_t kMostJsonBytes = size_t{64} << 20;
 /// Four times what the deepest format has. Some of nlohmann's functions recurse.
 inline constexpr int kMostJsonDepth = 32;
-/// Of an arena, or of a sparse gradient: a hundred times the largest model there is, and small
+/// Of a flat buffer, or of a sparse gradient: a hundred times the largest model there is, and small
 /// enough that its bytes and sums of costs fit an int64.
 inline constexpr int64_t kMostElements = int64_t{1} << 48;
 

@@ -22,15 +22,17 @@ std::string text(Block b) {
   return "[" + std::to_string(b.begin) + ", " + std::to_string(b.end) + ")";
 }
 
-// What keeps the codec from being that of an op along a line; empty if nothing does. Ranks that
-// gather the same shards must get the same, so that none may add what it alone remembers.
-std::string line_problem(Collective kind, const Codec& codec) {
+// What keeps the codec from being that of an op along a dimension; empty if nothing does. Ranks
+// that gather the same shards must get the same, so that none may add what it alone remembers.
+std::string dimension_problem(Collective kind, const Codec& codec) {
   const std::string spec = codec.spec(), remembers = codec.remembers();
-  if (codec.matrices()) return "codec " + spec + " needs whole matrices, and a line has shards";
+  if (codec.matrices())
+    return "codec " + spec + " needs whole matrices, and a dimension has shards";
   if (kind == Collective::reduce_scatter && !remembers.empty() && remembers != "unsent") {
-    return "codec " + spec + " remembers more than what is unsent, and cannot scatter along a line";
+    return "codec " + spec +
+           " remembers more than what is unsent, and cannot scatter along a dimension";
   }
-  if (kind == Collective::all_gather && codec.memories() > 0) {
+  if (kind == Collective::all_gather && codec.state_rows() > 0) {
     return "codec " + spec + " has a memory, and those that gather the same shards have none in " +
            "common: add ',feedback=off'";
   }
@@ -39,7 +41,7 @@ std::string line_problem(Collective kind, const Codec& codec) {
 
 // Who adds up shards remembers in the rows of what it has scattered.
 bool share_rows(const Codec* scatter, const Codec* sum) {
-  return !scatter || !sum || scatter->memories() == 0 || sum->memories() == 0 ||
+  return !scatter || !sum || scatter->state_rows() == 0 || sum->state_rows() == 0 ||
          sum->remembers().starts_with("unsent");
 }
 
@@ -96,7 +98,7 @@ Plan::Layout Plan::lay_out(std::vector<TensorSpec> tensors) {
   for (const TensorSpec& t : tensors) {
     if (t.sparse() ? t.numel != 0 : t.numel <= 0) {
       throw PlanError("tensor '" + t.name + "' has " +
-                      (t.sparse() ? "elements on the line, but is sparse" : "no elements"));
+                      (t.sparse() ? "elements in the flat buffer, but is sparse" : "no elements"));
     }
     if (t.offset != end) {
       throw PlanError("tensor '" + t.name + "' starts at element " + std::to_string(t.offset) +
@@ -129,11 +131,11 @@ Plan::Layout Plan::lay_out(std::vector<TensorSpec> tensors) {
 
 void Plan::validate() const {
   std::vector<Block> reduced,
-      scattered;  // all_reduce and reduce_scatter must tile the arena together
+      scattered;  // all_reduce and reduce_scatter must tile the flat buffer together
   struct Scattered {
     std::string codec;
-    int line = -1;
-    bool summed = false;  // along another line, too
+    int dimension = -1;
+    bool summed = false;  // along another dimension, too
     bool gathered = false;
   };
   std::map<Block, Scattered> scatters;
@@ -172,13 +174,14 @@ void Plan::validate() const {
       }
       if (op.route->routes.empty()) throw error("a route needs a chunk at least");
     }
-    const bool of_shards = op.kind == Collective::all_reduce && op.line >= 0;
-    if (op.line < -1) throw error("a line is of a dimension, or -1");
-    if (op.line >= 0 && (op.route || !op.scheme.empty())) {
-      throw error("a line has no route or scheme");
+    const bool of_shards = op.kind == Collective::all_reduce && op.dimension >= 0;
+    if (op.dimension < -1) throw error("a dimension is counted from 0, or -1");
+    if (op.dimension >= 0 && (op.route || !op.scheme.empty())) {
+      throw error("an op of one dimension has no route or scheme");
     }
-    if (op.line >= 0 && codec) {
-      if (const std::string why = line_problem(op.kind, *codec); !why.empty()) throw error(why);
+    if (op.dimension >= 0 && codec) {
+      if (const std::string why = dimension_problem(op.kind, *codec); !why.empty())
+        throw error(why);
     }
     const bool in_parts = op.kind != Collective::all_reduce;
     const Matrices* const matrices = codec && in_parts ? codec->matrices() : nullptr;
@@ -187,7 +190,8 @@ void Plan::validate() const {
     }
     for (Block b : op.blocks) {
       if (b.begin < 0 || b.begin >= b.end || b.end > numel()) {
-        throw error("block " + text(b) + " is empty or outside the arena " + text({0, numel()}));
+        throw error("block " + text(b) + " is empty or outside the flat_buffer " +
+                    text({0, numel()}));
       }
       if (b.end > segment(b.begin).end || dtype(b) != dtype(op.blocks.front())) {
         throw error("block " + text(b) + " mixes dtypes");
@@ -208,9 +212,10 @@ void Plan::validate() const {
         Scattered& scatter = it->second;
         if (scatter.gathered) throw error("block " + text(b) + " is gathered twice");
         if (of_shards) {
-          if (scatter.line < 0 || scatter.line == op.line || scatter.summed) {
-            throw error("shards of block " + text(b) +
-                        " are added up along one other line than they were scattered along, once");
+          if (scatter.dimension < 0 || scatter.dimension == op.dimension || scatter.summed) {
+            throw error(
+                "shards of block " + text(b) +
+                " are added up along one other dimension than they were scattered along, once");
           }
           if (!share_rows(make_codec(scatter.codec).get(), codec.get())) {
             throw error("codec " + op.codec + " remembers something else than " + scatter.codec +
@@ -219,8 +224,8 @@ void Plan::validate() const {
           scatter.summed = true;
           continue;
         }
-        if (scatter.line != op.line || (op.line >= 0 && !scatter.summed)) {
-          throw error("block " + text(b) + " is gathered along another line than it was " +
+        if (scatter.dimension != op.dimension || (op.dimension >= 0 && !scatter.summed)) {
+          throw error("block " + text(b) + " is gathered along another dimension than it was " +
                       "scattered along, or before its shards are added up");
         }
         const auto first = make_codec(scatter.codec);
@@ -230,7 +235,7 @@ void Plan::validate() const {
         }
         scatter.gathered = true;
       } else {
-        if (op.kind == Collective::reduce_scatter) scatters[b] = {op.codec, op.line};
+        if (op.kind == Collective::reduce_scatter) scatters[b] = {op.codec, op.dimension};
         reduced.push_back(b);
       }
     }
@@ -270,7 +275,7 @@ const Plan::DTypeSegment& Plan::segment(int64_t element) const {
   return *(after - 1);
 }
 
-int64_t Plan::arena_bytes() const {
+int64_t Plan::flat_buffer_bytes() const {
   if (layout_->segments.empty()) return 0;
   const DTypeSegment& last = layout_->segments.back();
   return last.byte_begin + (last.end - last.begin) * itemsize(last.dtype);
@@ -396,7 +401,7 @@ std::string Plan::describe(int index) const {
   std::string by = op.codec == "none" ? "" : " by " + op.codec;
   if (!op.sparse_scheme().empty()) by += (by.empty() ? " by " : ", ") + op.sparse_scheme();
   if (op.route) by += ", routed";
-  if (op.line >= 0) by += ", along dimension " + std::to_string(op.line);
+  if (op.dimension >= 0) by += ", along dimension " + std::to_string(op.dimension);
   std::string out =
       "op " + std::to_string(index) + " (" + std::string(name(op.kind)) + ", " + amount + by + ": ";
   const std::vector<int> touched = tensors_of(op);
@@ -425,7 +430,7 @@ std::string Plan::to_json() const {
                    {"fence", op.fence}});
     if (op.codec != "none") ops.back()["codec"] = op.codec;
     if (!op.scheme.empty()) ops.back()["scheme"] = op.scheme;
-    if (op.line >= 0) ops.back()["line"] = op.line;
+    if (op.dimension >= 0) ops.back()["dimension"] = op.dimension;
     if (op.route) ops.back()["route"] = ordered_json::parse(op.route->to_json());
     if (!op.sparse) continue;
     ops.back()["sparse"] = {
@@ -464,7 +469,8 @@ Plan Plan::from_json(std::string_view json) {
                      whole<int64_t>(s, "bytes")};
       }
       if (o.contains("scheme")) op.scheme = o["scheme"].get<std::string>();
-      op.line = whole<int>(o, "line", -1);
+      // Older files have "line".
+      op.dimension = whole<int>(o, o.contains("line") ? "line" : "dimension", -1);
       if (o.contains("route")) op.route = MeshSchedule::from_json(o["route"].dump());
       ops.push_back(std::move(op));
     }

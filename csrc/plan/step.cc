@@ -10,7 +10,8 @@ namespace {
 
 // It works on what another op has scattered.
 bool is_follower(const Op& op) {
-  return op.kind == Collective::all_gather || (op.kind == Collective::all_reduce && op.line >= 0);
+  return op.kind == Collective::all_gather ||
+         (op.kind == Collective::all_reduce && op.dimension >= 0);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ void register_codec(py::module_& m) {
   py::class_<Codec, std::shared_ptr<Codec>>(m, "Codec", "Makes gradients smaller; see codec.h.")
       .def_property_readonly("spec", &Codec::spec)
       .def_property_readonly("adds", &Codec::adds)
-      .def_property_readonly("memories", &Codec::memories)
+      .def_property_readonly("state_rows", &Codec::state_rows)
       .def_property_readonly("remembers", &Codec::remembers)
       .def_property_readonly("relays", &Codec::relays)
       .def_property_readonly("factors", [](const Codec& c) { return c.matrices() != nullptr; })
@@ -49,10 +49,11 @@ class DefaultFloats {
 /// The coded ops of a plan, for who carries out its requests by other means than an engine.
 class CodedOps {
  public:
-  CodedOps(Plan plan, uintptr_t arena, uintptr_t memory, int rank, int size, uint64_t seed)
+  CodedOps(Plan plan, uintptr_t flat_buffer, uintptr_t codec_state, int rank, int size,
+           uint64_t seed)
       : plan_(std::move(plan)),
-        ops_(make_coded_ops({plan_, reinterpret_cast<std::byte*>(arena),
-                             reinterpret_cast<float*>(memory), rank, size, seed})) {}
+        ops_(make_coded_ops({plan_, reinterpret_cast<std::byte*>(flat_buffer),
+                             reinterpret_cast<float*>(codec_state), rank, size, seed})) {}
 
   CodedOp& at(int op) {
     const auto i = static_cast<size_t>(op);
@@ -73,7 +74,7 @@ void register_coded_op(py::module_& m) {
   py::class_<CodedOps>(m, "CodedOps",
                        "Codes ops of a plan, whose messages somebody else sends; see coded_op.h.")
       .def(py::init<Plan, uintptr_t, uintptr_t, int, int, uint64_t>(), py::arg("plan"),
-           py::arg("arena"), py::arg("memory"), py::arg("rank"), py::arg("size"),
+           py::arg("flat_buffer"), py::arg("codec_state"), py::arg("rank"), py::arg("size"),
            py::arg("seed") = 0)
       .def(
           "request",

@@ -121,10 +121,10 @@ namespace {
 
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-using Lines = std::vector<std::shared_ptr<Communicator>>;
+using Groups = std::vector<std::shared_ptr<Communicator>>;
 
 // What Python owns may be let go of by any thread.
-Lines owned(Lines communicators) {
+Groups owned(Groups communicators) {
   for (auto& communicator : communicators) {
     if (communicator) communicator = end_locked(std::move(communicator));
   }
@@ -132,23 +132,23 @@ Lines owned(Lines communicators) {
 }
 
 std::shared_ptr<MeshCommunicator> make_mesh(Topology topology, std::shared_ptr<Communicator> flat,
-                                            Lines lines) {
+                                            Groups axis_groups) {
   flat = end_locked(std::move(flat));
-  lines = owned(std::move(lines));
+  axis_groups = owned(std::move(axis_groups));
   py::gil_scoped_release free;
-  return end_unlocked(
-      std::make_shared<MeshCommunicator>(std::move(topology), std::move(flat), std::move(lines)));
+  return end_unlocked(std::make_shared<MeshCommunicator>(std::move(topology), std::move(flat),
+                                                         std::move(axis_groups)));
 }
 
 std::shared_ptr<StreamMeshCommunicator> make_stream_mesh(Topology topology,
                                                          std::shared_ptr<Cuda> cuda,
                                                          std::shared_ptr<Communicator> flat,
-                                                         Lines lines, int slots) {
+                                                         Groups axis_groups, int slots) {
   flat = end_locked(std::move(flat));
-  lines = owned(std::move(lines));
+  axis_groups = owned(std::move(axis_groups));
   py::gil_scoped_release free;
   return end_unlocked(std::make_shared<StreamMeshCommunicator>(
-      std::move(topology), std::move(cuda), std::move(flat), std::move(lines), slots));
+      std::move(topology), std::move(cuda), std::move(flat), std::move(axis_groups), slots));
 }
 
 void all_reduce(MeshCommunicator& communicator,
@@ -170,9 +170,11 @@ void all_reduce(MeshCommunicator& communicator,
 void register_mesh_communicator(py::module_& m) {
   py::class_<MeshCommunicator, Communicator, std::shared_ptr<MeshCommunicator>>(
       m, "MeshCommunicator",
-      "All_reduces with a schedule over the lines of a network's dimensions, each a communicator "
+      "All_reduces with a schedule over the axis_groups of a network's dimensions, each a "
+      "communicator "
       "of the host or None where there is one rank; everything else over the flat one.")
-      .def(py::init(&make_mesh), py::arg("topology"), py::arg("flat").none(false), py::arg("lines"))
+      .def(py::init(&make_mesh), py::arg("topology"), py::arg("flat").none(false),
+           py::arg("axis_groups"))
       .def("all_reduce", &all_reduce, py::arg("spans"), py::arg("dtype") = "float32",
            py::arg("schedule") = nullptr,
            "Sums [(address, count), ...] in place; returns when that is over.")
@@ -183,7 +185,7 @@ void register_mesh_communicator(py::module_& m) {
       "As MeshCommunicator, over communicators of a device: all phases are launched at once, and "
       "ordered there. At most `slots` operations run side by side.")
       .def(py::init(&make_stream_mesh), py::arg("topology"), py::arg("cuda"),
-           py::arg("flat").none(false), py::arg("lines"), py::arg("slots"))
+           py::arg("flat").none(false), py::arg("axis_groups"), py::arg("slots"))
       .def("set_speeds", &StreamMeshCommunicator::set_speeds, py::arg("measured"), Unlocked(),
            "For launches from now on; all ranks together, between requests.")
       .def("failure", &StreamMeshCommunicator::failure, Unlocked(), "Empty while all is well.")

@@ -26,12 +26,12 @@ void destroy(Engine* engine) {
 /// Keeps the communicator alive as long as the engine, and makes the engine's end explicit.
 class PyEngine {
  public:
-  PyEngine(Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
+  PyEngine(Plan plan, uintptr_t flat_buffer, std::shared_ptr<Communicator> communicator,
            EngineOptions options)
       : communicator_(std::move(communicator)),
         on_device_(options.device != nullptr),
-        engine_(new Engine(std::move(plan), reinterpret_cast<std::byte*>(arena), *communicator_,
-                           std::move(options)),
+        engine_(new Engine(std::move(plan), reinterpret_cast<std::byte*>(flat_buffer),
+                           *communicator_, std::move(options)),
                 destroy) {}
 
   /// Shared: a signal handler may close the engine while a call waits. With the GIL, as `close`.
@@ -62,10 +62,10 @@ auto unlocked(const PyEngine& e, Call call) {
 void register_engine(py::module_& m) {
   py::class_<PyEngine>(m, "Engine", "Executes a plan in the background; see engine.h.")
       .def(
-          py::init([](Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
+          py::init([](Plan plan, uintptr_t flat_buffer, std::shared_ptr<Communicator> communicator,
                       double stall_warning_s, double stall_limit_s, int64_t steps_before,
                       bool hold_gathers, std::shared_ptr<Cuda> device,
-                      std::shared_ptr<Exchange> exchange, double scale, uintptr_t memory,
+                      std::shared_ptr<Exchange> exchange, double scale, uintptr_t codec_state,
                       uint64_t seed, bool timed, std::function<void(const std::string&)> on_warning,
                       std::function<std::string(const std::string&)> on_stall,
                       std::function<std::string(const std::string&)> on_fault) {
@@ -76,20 +76,20 @@ void register_engine(py::module_& m) {
                                   std::move(device),
                                   exchange ? end_locked(std::move(exchange)) : nullptr,
                                   scale,
-                                  reinterpret_cast<float*>(memory),
+                                  reinterpret_cast<float*>(codec_state),
                                   seed,
                                   timed,
                                   std::move(on_warning),
                                   std::move(on_stall),
                                   std::move(on_fault)};
             py::gil_scoped_release free;
-            return std::make_unique<PyEngine>(std::move(plan), arena, std::move(communicator),
+            return std::make_unique<PyEngine>(std::move(plan), flat_buffer, std::move(communicator),
                                               std::move(options));
           }),
-          py::arg("plan"), py::arg("arena"), py::arg("communicator"), py::kw_only(),
+          py::arg("plan"), py::arg("flat_buffer"), py::arg("communicator"), py::kw_only(),
           py::arg("stall_warning_s") = 60.0, py::arg("stall_limit_s") = 300.0,
           py::arg("steps_before") = 0, py::arg("hold_gathers") = false, py::arg("device") = nullptr,
-          py::arg("exchange") = nullptr, py::arg("scale") = 1.0, py::arg("memory") = 0,
+          py::arg("exchange") = nullptr, py::arg("scale") = 1.0, py::arg("codec_state") = 0,
           py::arg("seed") = 0, py::arg("timed") = false, py::arg("on_warning") = nullptr,
           py::arg("on_stall") = nullptr, py::arg("on_fault") = nullptr)
       .def_property_readonly("plan", [](const PyEngine& e) { return e.get()->plan(); })

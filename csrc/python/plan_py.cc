@@ -13,7 +13,8 @@ namespace py = pybind11;
 namespace usbyte {
 
 void register_tensor(py::module_& m) {
-  py::class_<TensorSpec>(m, "TensorSpec", "One gradient on the line; numel and offset in elements.")
+  py::class_<TensorSpec>(m, "TensorSpec",
+                         "One gradient in the flat buffer; numel and offset in elements.")
       .def(py::init([](std::string name, int64_t numel, const std::string& dtype, int64_t offset,
                        int64_t rows, int64_t width) {
              return TensorSpec{std::move(name), numel, dtype_from_name(dtype), offset, rows, width};
@@ -45,20 +46,20 @@ void register_plan(py::module_& m) {
       .def_readonly("scheme", &SparseAllReduceSpec::scheme)
       .def_readonly("bytes", &SparseAllReduceSpec::bytes)
       .def("__eq__", &SparseAllReduceSpec::operator==);
-  py::class_<Op>(m, "Op", "One collective on blocks (ranges of arena elements).")
+  py::class_<Op>(m, "Op", "One collective on blocks (ranges of flat buffer elements).")
       .def(py::init([](const std::string& kind, const std::vector<Range>& blocks,
                        int64_t window_bytes, bool fence, const std::string& codec,
                        std::optional<SparseAllReduceSpec> sparse, const std::string& scheme,
-                       std::optional<MeshSchedule> route, int line) {
-             Op op{collective_from_name(kind), {},     window_bytes,     fence, codec,
-                   std::move(sparse),          scheme, std::move(route), line};
+                       std::optional<MeshSchedule> route, int dimension) {
+             Op op{collective_from_name(kind), {},     window_bytes,     fence,    codec,
+                   std::move(sparse),          scheme, std::move(route), dimension};
              for (auto [begin, end] : blocks) op.blocks.push_back({begin, end});
              return op;
            }),
            py::arg("kind"), py::arg("blocks") = std::vector<Range>{},
            py::arg("window_bytes") = std::numeric_limits<int64_t>::max(), py::arg("fence") = false,
            py::arg("codec") = "none", py::arg("sparse") = std::nullopt, py::arg("scheme") = "",
-           py::arg("route") = std::nullopt, py::arg("line") = -1)
+           py::arg("route") = std::nullopt, py::arg("dimension") = -1)
       .def_property_readonly("kind", [](const Op& op) { return std::string(name(op.kind)); })
       .def_property_readonly("blocks",
                              [](const Op& op) {
@@ -72,7 +73,7 @@ void register_plan(py::module_& m) {
       .def_readonly("sparse", &Op::sparse)
       .def_readonly("scheme", &Op::scheme)
       .def_readonly("route", &Op::route)
-      .def_readonly("line", &Op::line)
+      .def_readonly("dimension", &Op::dimension)
       .def("__eq__", &Op::operator==);
 
   py::class_<Plan>(m, "Plan", "What one iteration communicates, in launch order.")
@@ -82,7 +83,7 @@ void register_plan(py::module_& m) {
       .def_property_readonly("tensors", &Plan::tensors)
       .def_property_readonly("ops", &Plan::ops)
       .def_property_readonly("numel", &Plan::numel)
-      .def_property_readonly("arena_bytes", &Plan::arena_bytes)
+      .def_property_readonly("flat_buffer_bytes", &Plan::flat_buffer_bytes)
       .def("byte_offset", &Plan::byte_offset, py::arg("element"))
       .def("bytes", &Plan::bytes, py::arg("op"))
       .def("message_bytes", &Plan::message_bytes, py::arg("op"))

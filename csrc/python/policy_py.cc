@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bindings.h"
-#include "plan/lines.h"
+#include "plan/dimension_path.h"
 #include "policy/espresso/select.h"
 #include "policy/espresso/timeline.h"
 #include "policy/transforms/adatopk.h"
@@ -180,36 +180,40 @@ void register_routes(py::module_& m) {
         "The fastest with the innermost dimension first for every chunk.");
   m.def("with_routes", &with_routes, py::arg("plan"), py::arg("network"),
         "The same plan with routes for all_reduces that are predicted to gain by them.");
-  py::class_<LineWay>(m, "LineWay", "How an all_reduce goes along lines; see lines.h.")
-      .def(py::init([](int sum_line, std::string scatter, std::string sum, std::string gather) {
-             return LineWay{sum_line, std::move(scatter), std::move(sum), std::move(gather)};
-           }),
-           py::arg("sum_line"), py::arg("scatter") = "none", py::arg("sum") = "none",
-           py::arg("gather") = "none")
-      .def_readonly("sum_line", &LineWay::sum_line)
-      .def_readonly("scatter", &LineWay::scatter)
-      .def_readonly("sum", &LineWay::sum)
-      .def_readonly("gather", &LineWay::gather);
-  m.def("line_ways", &line_ways, py::arg("op"), py::arg("mesh"),
-        "Ways along lines that an op may go; see routing.h.");
+  py::class_<DimensionPath>(m, "DimensionPath",
+                            "How an all_reduce goes along two dimensions; see dimension_path.h.")
+      .def(
+          py::init([](int sum_dimension, std::string scatter, std::string sum, std::string gather) {
+            return DimensionPath{sum_dimension, std::move(scatter), std::move(sum),
+                                 std::move(gather)};
+          }),
+          py::arg("sum_dimension"), py::arg("scatter") = "none", py::arg("sum") = "none",
+          py::arg("gather") = "none")
+      .def_readonly("sum_dimension", &DimensionPath::sum_dimension)
+      .def_readonly("scatter", &DimensionPath::scatter)
+      .def_readonly("sum", &DimensionPath::sum)
+      .def_readonly("gather", &DimensionPath::gather);
+  m.def("dimension_paths", &dimension_paths, py::arg("op"), py::arg("mesh"),
+        "Dimension paths of an op; see routing.h.");
   m.def(
-      "along_lines",
-      [](const Plan& plan, const Topology& mesh, const std::vector<std::optional<LineWay>>& ways) {
-        return along_lines(plan, mesh, ways);
+      "along_dimensions",
+      [](const Plan& plan, const Topology& mesh,
+         const std::vector<std::optional<DimensionPath>>& paths) {
+        return along_dimensions(plan, mesh, paths);
       },
-      py::arg("plan"), py::arg("mesh"), py::arg("ways"),
-      "The same plan where ops, in order, go these ways; see lines.h.");
-  m.def("line_codecs", &line_codecs, py::arg("codec"), py::arg("mesh"),
-        "Specs of codecs that ops with this one may have on ways along lines.");
+      py::arg("plan"), py::arg("mesh"), py::arg("paths"),
+      "The same plan where ops, in order, go these paths; see dimension_path.h.");
+  m.def("dimension_codecs", &dimension_codecs, py::arg("codec"), py::arg("mesh"),
+        "Specs of codecs that ops with this one may have on dimension paths.");
   m.def(
-      "with_lines",
+      "with_dimension_paths",
       [](const Plan& plan, const Profile& profile, const NetworkModel& network,
          const std::string& overlap, const CodecCosts& costs) {
-        return with_lines(plan, profile, network, overlap_from_name(overlap), costs);
+        return with_dimension_paths(plan, profile, network, overlap_from_name(overlap), costs);
       },
       py::arg("plan"), py::arg("profile"), py::arg("network"), py::arg("overlap"), py::arg("costs"),
       py::call_guard<py::gil_scoped_release>(),
-      "The same plan where each op with a codec goes along lines, by codecs in one dimension or "
+      "The same plan where each op with a codec goes along two dimensions, by codecs in one or "
       "both, if that is predicted to be faster; see routing.h.");
   m.def("routed_network", &routed_network, py::arg("network"),
         "What the network costs whose all_reduces are all routed.");

@@ -34,7 +34,7 @@ void register_simulator(py::module_& m) {
         return Simulator(profile, network, overlap_from_name(overlap), sharded).bound_s();
       },
       py::arg("profile"), py::arg("network"), py::arg("overlap") = "forward",
-      py::arg("sharded") = false, "Seconds for a step that no plan without codecs goes below.");
+      py::arg("sharded") = false, "Least seconds of a step, whatever the plan, without codecs.");
 }
 
 }  // namespace usbyte

@@ -55,9 +55,9 @@ void register_topology(py::module_& m) {
       .def_property_readonly("bytes_per_s", &Topology::bytes_per_s)
       .def("coordinates", &Topology::coordinates, py::arg("rank"))
       .def("rank", &Topology::rank, py::arg("coordinates"))
-      .def("line", &Topology::line, py::arg("rank"), py::arg("dimension"))
+      .def("axis_group", &Topology::axis_group, py::arg("rank"), py::arg("dimension"))
       .def("among", &Topology::among, py::arg("sizes"),
-           "As a collective among sizes[d] ranks of each line sees it.")
+           "As a collective among sizes[d] ranks of each axis group sees it.")
       .def("to_json", &Topology::to_json)
       .def_static("from_json", &Topology::from_json, py::arg("json"))
       .def("__eq__", &Topology::operator==);

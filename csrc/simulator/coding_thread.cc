@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "plan/lines.h"
+#include "plan/dimension_path.h"
 #include "usbyte/codec.h"
 #include "usbyte/sparse.h"
 
@@ -43,7 +43,7 @@ CodingThread::CodingThread(const Plan& plan, const CodecCosts& costs, const Netw
   for (const Op& op : plan.ops()) {
     if (op.codec == "none") {
       times_.push_back({});
-    } else if (op.line >= 0 && network.topology) {
+    } else if (op.dimension >= 0 && network.topology) {
       Op own = op;
       own.blocks = worked_on(op, &*network.topology, 0);
       times_.push_back(times_of(plan, own, costs, dimension_of(op, *network.topology).size));
@@ -53,8 +53,8 @@ CodingThread::CodingThread(const Plan& plan, const CodecCosts& costs, const Netw
   }
 }
 
-void CodingThread::put(const Job& job, double now_s) {
-  waiting_.insert(job);
+void CodingThread::put(const Task& task, double now_s) {
+  waiting_.insert(task);
   if (!busy_) next_s_ = now_s;
 }
 

@@ -36,9 +36,9 @@ struct MeshDependency {
   bool operator==(const MeshDependency&) const = default;
 };
 
-/// A collective among all ranks, or among `sizes[d]` of each line of dimension d. It is cut into as
-/// many equal chunks as it has routes, which may start release_s after the start of the run, and
-/// not before what it comes `after`.
+/// A collective among all ranks, or among `sizes[d]` of each axis group of dimension d. It is cut
+/// into as many equal chunks as it has routes, which may start release_s after the start of the
+/// run, and not before what it comes `after`.
 struct MeshCollective {
   Collective kind = Collective::all_reduce;  ///< or reduce_scatter, all_gather, all_to_all
   double bytes = 0;           ///< before a reduce_scatter, after an all_gather; see mesh_phases

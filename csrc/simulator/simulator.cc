@@ -11,7 +11,7 @@
 #include "channel.h"
 #include "coding_thread.h"
 #include "mesh_simulator.h"
-#include "plan/lines.h"
+#include "plan/dimension_path.h"
 #include "plan/step.h"
 #include "usbyte/error.h"
 
@@ -56,7 +56,7 @@ double Simulator::lateness_s(const Plan& plan) {
 }
 
 Prediction Simulator::predict(const Plan& plan) {
-  if (network_.topology) check_lines(plan, *network_.topology);
+  if (network_.topology) check_dimensions(plan, *network_.topology);
   const double step = step_s(plan);
   StepRecord record;
   run(plan, &record);
@@ -137,8 +137,8 @@ void Simulator::play(const Plan& plan, StepRecord* record) {
       const int op = step.launch();
       const size_t i = static_cast<size_t>(op);
       const Op& what = plan.ops()[i];
-      if (what.line >= 0) {
-        const LineCost cost = line_cost(plan, what, mesh());
+      if (what.dimension >= 0) {
+        const DimensionCost cost = dimension_cost(plan, what, mesh());
         channel.launch_for(op, cost.startup_s, cost.transfer_s, now);
       } else if (what.route) {
         // Phases of the next one follow this one's on each dimension, so that hardly any overlap.
@@ -174,11 +174,11 @@ void Simulator::play(const Plan& plan, StepRecord* record) {
     } else if (!kCodes || ready <= codes) {
       queued(step.ready(backward_order_[next_ready++]).queued);
     } else if (coding->advance()) {
-      const CodingThread::Job job = coding->ended();
-      if (job.decodes) {
-        over = job.op;
+      const CodingThread::Task task = coding->ended();
+      if (task.decodes) {
+        over = task.op;
       } else {
-        step.encoded(job.op);
+        step.encoded(task.op);
       }
     }
     if (over < 0) continue;
@@ -198,7 +198,7 @@ void Simulator::play(const Plan& plan, StepRecord* record) {
 
 const Topology& Simulator::mesh() const {
   if (network_.topology) return *network_.topology;
-  throw UsageError("simulator: a plan has routes or lines, but the network no dimensions");
+  throw UsageError("simulator: a plan has routes or dimensions, but the network no dimensions");
 }
 
 double Simulator::bound_s() const {

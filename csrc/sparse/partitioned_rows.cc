@@ -24,7 +24,7 @@ void PartitionedRows::name(std::span<const int64_t> ids) {
       const bool inside = *id >= 0 && *id < rows_;
       const auto [server, key] = inside ? servers_.place(*id) : sparse::Place{-1, 0};
       if (server != rank) {
-        throw FaultError("the device has dealt out row " + std::to_string(*id) + " of " +
+        throw FaultError("the device has partitioned row " + std::to_string(*id) + " of " +
                          std::to_string(rows_) + " to rank " + std::to_string(rank) +
                          (inside ? ", where rank " + std::to_string(server) + " adds it up" : "") +
                          ": the gradient's memory was written to before its sum, or a kernel "

@@ -135,7 +135,7 @@ Buffer write_rows(const SparseShape& shape, const SparseRows& rows) {
 RowsMessage read(std::span<const std::byte> message, const SparseShape& shape, int64_t range,
                  int peer) {
   const auto damaged = [&] {
-    return FaultError("rank " + std::to_string(peer) + " sent rows that make no sense (" +
+    return FaultError("rank " + std::to_string(peer) + " sent invalid rows (" +
                       std::to_string(message.size()) +
                       " bytes): ranks differ, or the message was " + "damaged on its way");
   };

@@ -56,7 +56,7 @@ SparseSum SparseScheme::all_reduce(Exchange& exchange, const SparseShape& shape,
 SparseSum SparseScheme::all_reduce_partitioned(Exchange& exchange, const SparseShape& shape,
                                                const PartitionedRows& mine) const {
   if (!run_partitioned) {
-    throw UsageError("the sparse scheme '" + std::string(name) + "' does not deal rows out");
+    throw UsageError("the sparse scheme '" + std::string(name) + "' does not partition rows");
   }
   return counted(run_partitioned(exchange, shape, mine), mine.in_ranges());
 }

@@ -146,7 +146,7 @@ int Topology::rank(const std::vector<int>& coordinates) const {
   return out;
 }
 
-std::vector<int> Topology::line(int rank, int dimension) const {
+std::vector<int> Topology::axis_group(int rank, int dimension) const {
   std::vector<int> at = coordinates(rank);
   if (dimension < 0 || dimension >= ndim()) {
     throw UsageError("topology: no dimension " + std::to_string(dimension));

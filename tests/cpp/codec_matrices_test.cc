@@ -43,7 +43,7 @@ class Senders {
     const RngKey rng = RngKey::of(1, ++step_, 0, 0);
     std::vector<float> p(static_cast<size_t>(m.rank() * rows_)),
         q(static_cast<size_t>(m.rank() * cols_));
-    std::vector<Memory> memories;
+    std::vector<CodecState> memories;
     const auto add_up = [&](std::vector<float>& sum, auto part_of) {
       std::vector<float> total(sum.size());
       for (size_t r = 0; r < gradients.size(); ++r) {

@@ -258,9 +258,9 @@ TEST(Codec, WhatIsPickedIsWhatIsDecoded) {
     ASSERT_TRUE(codec->selection()) << name;
     std::vector<float> gradient(20), rows(40), decoded(20), read(20);
     for (size_t i = 0; i < 4; ++i) gradient[5 * i] = 1 + static_cast<float>(i);
-    Memory memory{{rows.data(), rows.data() + 20}, 0};
+    CodecState state{{rows.data(), rows.data() + 20}, 0};
     std::vector<std::byte> message(static_cast<size_t>(codec->message_bytes(20)));
-    codec->send(gradient, memory, {}, 1, message.data());
+    codec->send(gradient, state, {}, 1, message.data());
     codec->decode(message.data(), {}, decoded);
     std::vector<int64_t> ids;
     std::vector<float> values;

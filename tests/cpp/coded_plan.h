@@ -12,7 +12,7 @@
 #include "usbyte/codec.h"
 #include "usbyte/plan.h"
 
-// Plans with codecs, and gradients in arenas of any dtype.
+// Plans with codecs, and gradients in flat buffers of any dtype.
 namespace usbyte::test {
 
 inline constexpr const char* kCodecSpecs[] = {
@@ -61,9 +61,9 @@ inline Plan with_random_schemes(const Plan& plan, Random& random) {
   return plan.with_ops(plan.policy(), std::move(ops));
 }
 
-/// Sets an element of an arena; what its dtype can hold of the value.
-inline void put(const Plan& plan, std::byte* arena, int64_t element, float value) {
-  std::byte* const at = arena + plan.byte_offset(element);
+/// Sets an element of a flat buffer; what its dtype can hold of the value.
+inline void put(const Plan& plan, std::byte* flat_buffer, int64_t element, float value) {
+  std::byte* const at = flat_buffer + plan.byte_offset(element);
   const auto store = [at](auto x) { std::memcpy(at, &x, sizeof x); };
   switch (plan.dtype({element, element + 1})) {
     case DType::float64:
@@ -77,9 +77,9 @@ inline void put(const Plan& plan, std::byte* arena, int64_t element, float value
   }
 }
 
-/// An element of an arena.
-inline float get(const Plan& plan, const std::byte* arena, int64_t element) {
-  const std::byte* const at = arena + plan.byte_offset(element);
+/// An element of an flat_buffer.
+inline float get(const Plan& plan, const std::byte* flat_buffer, int64_t element) {
+  const std::byte* const at = flat_buffer + plan.byte_offset(element);
   const auto load = [at](auto x) {
     std::memcpy(&x, at, sizeof x);
     return x;

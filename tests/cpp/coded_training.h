@@ -17,47 +17,47 @@ inline constexpr int64_t kSteps = 4;
 
 /// What a rank has after its steps.
 struct Trained {
-  std::vector<std::vector<float>> arenas;  // after each step
-  std::vector<float> memory;
+  std::vector<std::vector<float>> flat_buffers;  // after each step
+  std::vector<float> codec_state;
 };
 
-inline std::vector<float> values_of(const Plan& plan, const std::byte* arena) {
+inline std::vector<float> values_of(const Plan& plan, const std::byte* flat_buffer) {
   std::vector<float> out;
-  for (int64_t e = 0; e < plan.numel(); ++e) out.push_back(get(plan, arena, e));
+  for (int64_t e = 0; e < plan.numel(); ++e) out.push_back(get(plan, flat_buffer, e));
   return out;
 }
 
-inline void put_gradient(const Plan& plan, std::byte* arena, int rank, int64_t step,
+inline void put_gradient(const Plan& plan, std::byte* flat_buffer, int rank, int64_t step,
                          size_t tensor) {
   const TensorSpec& t = plan.tensors()[tensor];
   for (int64_t e = t.offset; e < t.end(); ++e) {
-    put(plan, arena, e, coded_gradient(rank, step, e));
+    put(plan, flat_buffer, e, coded_gradient(rank, step, e));
   }
 }
 
-inline EngineOptions options_of(float* memory, uint64_t seed) {
+inline EngineOptions options_of(float* codec_state, uint64_t seed) {
   EngineOptions out;
   out.stall_limit_s = 60;
-  out.memory = memory;
+  out.codec_state = codec_state;
   out.seed = seed;
   return out;
 }
 
-/// Trains; rows of memory, of which there are two, are as they are in the end.
+/// Trains; rows of codec state, of which there are two, are as they are in the end.
 inline Trained on_host(const Plan& plan, Communicator& network, uint64_t seed) {
   Trained out;
-  out.memory.resize(static_cast<size_t>(2 * plan.numel()));
-  std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
-  Engine engine(plan, arena.data(), network, options_of(out.memory.data(), seed));
+  out.codec_state.resize(static_cast<size_t>(2 * plan.numel()));
+  std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
+  Engine engine(plan, flat_buffer.data(), network, options_of(out.codec_state.data(), seed));
   for (int64_t step = 1; step <= kSteps; ++step) {
     engine.begin_step();
     for (size_t t = plan.tensors().size(); t-- > 0;) {
-      put_gradient(plan, arena.data(), network.rank(), step, t);
+      put_gradient(plan, flat_buffer.data(), network.rank(), step, t);
       engine.ready(static_cast<int>(t));
     }
     engine.end_backward();
     engine.drain();
-    out.arenas.push_back(values_of(plan, arena.data()));
+    out.flat_buffers.push_back(values_of(plan, flat_buffer.data()));
   }
   return out;
 }
@@ -68,17 +68,18 @@ inline Trained on_device(const Plan& plan, Communicator& network, const std::sha
                          int64_t* waits = nullptr) {
   Trained out;
   Random random(seed + static_cast<uint64_t>(network.rank()));
-  const DeviceBytes arena(cuda, plan.arena_bytes()), sources(cuda, plan.arena_bytes());
-  const DeviceBytes memory(cuda, 2 * plan.numel() * itemsize(DType::float32));
-  auto* const kept = reinterpret_cast<float*>(memory.data());
+  const DeviceBytes flat_buffer(cuda, plan.flat_buffer_bytes()),
+      sources(cuda, plan.flat_buffer_bytes());
+  const DeviceBytes codec_state(cuda, 2 * plan.numel() * itemsize(DType::float32));
+  auto* const kept = reinterpret_cast<float*>(codec_state.data());
   std::fill_n(kept, 2 * plan.numel(), 0.0F);
   const CudaStream compute[] = {cuda->create_stream(false), cuda->create_stream(false)};
   EngineOptions options = options_of(kept, seed);
   options.device = cuda;
   options.exchange = std::move(exchange);
-  out.arenas.resize(kSteps);
+  out.flat_buffers.resize(kSteps);
   {
-    Engine engine(plan, arena.data(), network, options);
+    Engine engine(plan, flat_buffer.data(), network, options);
     const int64_t before = kernels.host_waits();
     for (int64_t step = 1; step <= kSteps; ++step) {
       engine.begin_step(compute[0]);
@@ -95,15 +96,15 @@ inline Trained on_device(const Plan& plan, Communicator& network, const std::sha
       for (size_t t = 0; t < plan.tensors().size(); ++t) {
         engine.wait(static_cast<int>(t), {}, compute[0]);
       }
-      kernels.enqueue(compute[0], [&plan, &to = out.arenas[static_cast<size_t>(step - 1)],
-                                   from = arena.data()] { to = values_of(plan, from); });
+      kernels.enqueue(compute[0], [&plan, &to = out.flat_buffers[static_cast<size_t>(step - 1)],
+                                   from = flat_buffer.data()] { to = values_of(plan, from); });
       engine.drain({}, compute[0]);
       engine.drain({}, compute[1]);
     }
     if (waits) *waits = kernels.host_waits() - before;
     for (CudaStream stream : compute) cuda->synchronize(stream);
   }
-  out.memory.assign(kept, kept + 2 * plan.numel());
+  out.codec_state.assign(kept, kept + 2 * plan.numel());
   for (CudaStream stream : compute) cuda->destroy(stream);
   return out;
 }

@@ -127,8 +127,8 @@ class LateCommunicator final : public Communicator {
 /// reports what it tells the engine, before it does so.
 class RuleChecker final : public Communicator {
  public:
-  RuleChecker(const Plan& plan, const std::byte* arena, Communicator& inner)
-      : plan_(plan), arena_(arena), inner_(inner), next_(plan.ops().size()) {}
+  RuleChecker(const Plan& plan, const std::byte* flat_buffer, Communicator& inner)
+      : plan_(plan), flat_buffer_(flat_buffer), inner_(inner), next_(plan.ops().size()) {}
 
   int rank() const override { return inner_.rank(); }
   int size() const override { return inner_.size(); }
@@ -175,7 +175,7 @@ class RuleChecker final : public Communicator {
     EXPECT_EQ(request.dtype, plan_.dtype(op.blocks[0])) << what;
     ASSERT_EQ(request.recv.size(), op.blocks.size()) << what;
     for (size_t i = 0; i < op.blocks.size(); ++i) {
-      EXPECT_EQ(request.recv[i].data, arena_ + plan_.byte_offset(op.blocks[i].begin)) << what;
+      EXPECT_EQ(request.recv[i].data, flat_buffer_ + plan_.byte_offset(op.blocks[i].begin)) << what;
       EXPECT_EQ(request.recv[i].count, op.blocks[i].numel()) << what;
       if (op.kind == Collective::all_gather) {
         EXPECT_TRUE(scattered_.contains(op.blocks[i])) << what << " before its reduce_scatter";
@@ -191,7 +191,7 @@ class RuleChecker final : public Communicator {
   }
 
   const Plan& plan_;
-  const std::byte* arena_;
+  const std::byte* flat_buffer_;
   Communicator& inner_;
   std::mutex mutex_;  // guards the fields below
   size_t next_;

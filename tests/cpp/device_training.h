@@ -41,7 +41,8 @@ T whole_gradient(int rank, int64_t step, int64_t element) {
   return static_cast<T>(gradient<int64_t>(rank, step, element) % 1000);
 }
 
-/// Calls `body(bytes, value)` with the value of each element of the tensor in an arena at `memory`.
+/// Calls `body(bytes, value)` with the value of each element of the tensor in a flat buffer at
+/// `memory`.
 template <typename Value, typename Body>
 void for_each_element(const Plan& plan, std::byte* memory, int tensor, Value value, Body body) {
   const TensorSpec& spec = plan.tensors()[static_cast<size_t>(tensor)];
@@ -57,7 +58,7 @@ void for_each_element(const Plan& plan, std::byte* memory, int tensor, Value val
 /// One rank's training. Kernels write gradients on any of `streams` streams, into memory that other
 /// kernels write to as soon as the engine says that it may be used again; then kernels on any
 /// stream take some of what has arrived. The host goes through all steps without looking; results
-/// are checked at the end. With `update`, a kernel calls it with the whole arena between the
+/// are checked at the end. With `update`, a kernel calls it with the whole flat buffer between the
 /// reductions and the all_gathers. Returns how often the host has waited for the device meanwhile.
 inline int64_t train_on_device(const Plan& plan, Communicator& network,
                                const std::shared_ptr<Cuda>& cuda, EmulatedCuda& kernels,
@@ -65,10 +66,10 @@ inline int64_t train_on_device(const Plan& plan, Communicator& network,
                                const std::function<void(std::byte*)>& update = {}) {
   Random random(seed + static_cast<uint64_t>(network.rank()));
   const auto n = plan.tensors().size();
-  DeviceBytes arena(cuda, plan.arena_bytes()), sources(cuda, plan.arena_bytes());
+  DeviceBytes flat_buffer(cuda, plan.flat_buffer_bytes()), sources(cuda, plan.flat_buffer_bytes());
   struct Result {
     std::vector<int> tensors;
-    std::vector<std::byte> arena;
+    std::vector<std::byte> flat_buffer;
   };
   std::vector<Result> results(static_cast<size_t>(steps));
   std::vector<CudaStream> compute;
@@ -100,7 +101,7 @@ inline int64_t train_on_device(const Plan& plan, Communicator& network,
     options.stall_limit_s = 60;
     options.device = cuda;
     options.hold_gathers = static_cast<bool>(update);
-    Engine engine(plan, arena.data(), network, options);
+    Engine engine(plan, flat_buffer.data(), network, options);
     waits = -kernels.host_waits();
     for (int64_t step = 1; step <= steps; ++step) {
       engine.begin_step(compute[0]);
@@ -125,20 +126,20 @@ inline int64_t train_on_device(const Plan& plan, Communicator& network,
       if (update) {
         const CudaStream stream = any();
         engine.wait_reduced({}, stream);
-        kernels.enqueue(stream, [&update, data = arena.data()] { update(data); });
+        kernels.enqueue(stream, [&update, data = flat_buffer.data()] { update(data); });
         engine.release_gathers(stream);
       }
       Result& result = results[static_cast<size_t>(step - 1)];
-      result.arena.resize(static_cast<size_t>(plan.arena_bytes()));
+      result.flat_buffer.resize(static_cast<size_t>(plan.flat_buffer_bytes()));
       for (int t : order()) {
         if (random.one_in(3)) continue;
         result.tensors.push_back(t);
         const CudaStream stream = any();
         const auto [offset, bytes] = part(t);
         engine.wait(t, {}, stream);
-        kernels.enqueue(stream,
-                        [to = result.arena.data() + offset, from = arena.data() + offset,
-                         count = bytes] { std::memcpy(to, from, static_cast<size_t>(count)); });
+        kernels.enqueue(
+            stream, [to = result.flat_buffer.data() + offset, from = flat_buffer.data() + offset,
+                     count = bytes] { std::memcpy(to, from, static_cast<size_t>(count)); });
       }
       engine.drain({}, idle);
       meet();
@@ -155,9 +156,10 @@ inline int64_t train_on_device(const Plan& plan, Communicator& network,
       return out;
     };
     for (int t : result.tensors) {
-      for_each_element(plan, result.arena.data(), t, sum, [&](const std::byte* at, auto value) {
-        wrong += std::memcmp(at, value.data(), value.size()) ? 1 : 0;
-      });
+      for_each_element(plan, result.flat_buffer.data(), t, sum,
+                       [&](const std::byte* at, auto value) {
+                         wrong += std::memcmp(at, value.data(), value.size()) ? 1 : 0;
+                       });
     }
     EXPECT_EQ(wrong, 0) << "elements of step " << step;
   }

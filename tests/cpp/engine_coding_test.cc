@@ -35,23 +35,23 @@ class Reference {
   Reference(const Plan& plan, int size, uint64_t seed)
       : plan_(plan),
         seed_(seed),
-        arenas_(static_cast<size_t>(size),
-                std::vector<std::byte>(static_cast<size_t>(plan.arena_bytes()))),
+        flat_buffers_(static_cast<size_t>(size),
+                      std::vector<std::byte>(static_cast<size_t>(plan.flat_buffer_bytes()))),
         rows_(static_cast<size_t>(size)) {
     for (auto& rows : rows_) rows.resize(static_cast<size_t>(2 * plan.numel()));
   }
 
-  // As every rank's arena holds it.
+  // As every rank's flat buffer holds it.
   std::vector<float> step(int64_t step) {
-    for (size_t r = 0; r < arenas_.size(); ++r) {
+    for (size_t r = 0; r < flat_buffers_.size(); ++r) {
       for (int64_t e = 0; e < plan_.numel(); ++e) {
-        put(plan_, arenas_[r].data(), e, coded_gradient(static_cast<int>(r), step, e));
+        put(plan_, flat_buffers_[r].data(), e, coded_gradient(static_cast<int>(r), step, e));
       }
     }
     for (const Op& op : plan_.ops()) {
       const auto codec = make_codec(op.codec);
       const bool rounds = codec && codec->matrices() && op.kind != Collective::all_reduce;
-      const int size = static_cast<int>(arenas_.size());
+      const int size = static_cast<int>(flat_buffers_.size());
       const int shards = op.kind == Collective::all_reduce ? 1 : size;
       for (Block b : op.blocks) {
         if (rounds) {
@@ -69,23 +69,25 @@ class Reference {
       }
     }
     std::vector<float> out;
-    for (int64_t e = 0; e < plan_.numel(); ++e) out.push_back(get(plan_, arenas_[0].data(), e));
+    for (int64_t e = 0; e < plan_.numel(); ++e)
+      out.push_back(get(plan_, flat_buffers_[0].data(), e));
     return out;
   }
-  const std::vector<float>& memory(int rank) const { return rows_[static_cast<size_t>(rank)]; }
+  const std::vector<float>& codec_state(int rank) const { return rows_[static_cast<size_t>(rank)]; }
 
  private:
   std::vector<float> values(size_t rank, Block b) const {
     std::vector<float> out;
-    for (int64_t e = b.begin; e < b.end; ++e) out.push_back(get(plan_, arenas_[rank].data(), e));
+    for (int64_t e = b.begin; e < b.end; ++e)
+      out.push_back(get(plan_, flat_buffers_[rank].data(), e));
     return out;
   }
   void set(size_t rank, Block b, const std::vector<float>& values) {
     for (size_t i = 0; i < values.size(); ++i) {
-      put(plan_, arenas_[rank].data(), b.begin + static_cast<int64_t>(i), values[i]);
+      put(plan_, flat_buffers_[rank].data(), b.begin + static_cast<int64_t>(i), values[i]);
     }
   }
-  Memory memory_at(size_t rank, Block b, uint64_t note = 0) {
+  CodecState state_at(size_t rank, Block b, uint64_t note = 0) {
     float* const rows = rows_[rank].data();
     return {{rows + b.begin, rows + plan_.numel() + b.begin}, note};
   }
@@ -94,17 +96,18 @@ class Reference {
                               int64_t step) {
     std::vector<std::byte> message(static_cast<size_t>(codec.message_bytes(b.numel())));
     uint64_t& note = notes_[{rank, b, seed}];
-    Memory memory = memory_at(rank, b, note);
-    codec.send(values(rank, b), memory, RngKey::of(seed, step, b.begin, static_cast<int>(rank)),
-               static_cast<int>(arenas_.size()), message.data());
-    note = memory.note;
+    CodecState codec_state = state_at(rank, b, note);
+    codec.send(values(rank, b), codec_state,
+               RngKey::of(seed, step, b.begin, static_cast<int>(rank)),
+               static_cast<int>(flat_buffers_.size()), message.data());
+    note = codec_state.note;
     return message;
   }
 
   void reduce(const Codec* codec, Block b, int64_t step) {
     std::vector<float> sum(static_cast<size_t>(b.numel()));
     std::vector<std::vector<std::byte>> messages;
-    for (size_t r = 0; r < arenas_.size(); ++r) {
+    for (size_t r = 0; r < flat_buffers_.size(); ++r) {
       if (codec) {
         messages.push_back(sent(*codec, r, b, seed_, step));
       } else {
@@ -117,7 +120,7 @@ class Reference {
       for (const auto& message : messages) all.push_back(message.data());
       codec->combine(all, RngKey::of(seed_, step, b.begin, 0), sum);
     }
-    for (size_t r = 0; r < arenas_.size(); ++r) set(r, b, sum);
+    for (size_t r = 0; r < flat_buffers_.size(); ++r) set(r, b, sum);
   }
 
   void gather(const Codec* codec, Block b, int owner, int64_t step) {
@@ -126,7 +129,7 @@ class Reference {
         sent(*codec, static_cast<size_t>(owner), b, seed_ + 1, step);
     std::vector<float> out(static_cast<size_t>(b.numel()));
     codec->decode(message.data(), RngKey::of(seed_ + 1, step, b.begin, 0), out);
-    for (size_t r = 0; r < arenas_.size(); ++r) set(r, b, out);
+    for (size_t r = 0; r < flat_buffers_.size(); ++r) set(r, b, out);
   }
 
   void round(const Op& op, const Codec& codec, Block b, int64_t step) {
@@ -136,14 +139,14 @@ class Reference {
     const auto count = static_cast<size_t>(m.rank() * (first ? t.rows : t.cols()));
     std::vector<float> sum(count), part(count);
     std::vector<float> p;
-    for (size_t r = 0; r < arenas_.size(); ++r) {
-      Memory memory = memory_at(r, b);
+    for (size_t r = 0; r < flat_buffers_.size(); ++r) {
+      CodecState codec_state = state_at(r, b);
       const RngKey rng = RngKey::of(seed_, step, b.begin, static_cast<int>(r));
       p = firsts_[b];
       if (first) {
-        m.first(values(r, b), t.rows, memory, rng, part);
+        m.first(values(r, b), t.rows, codec_state, rng, part);
       } else {
-        m.second(t.rows, t.cols(), memory, p, part);
+        m.second(t.rows, t.cols(), codec_state, p, part);
       }
       for (size_t i = 0; i < count; ++i) sum[i] += part[i];
     }
@@ -151,18 +154,18 @@ class Reference {
       firsts_[b] = sum;
       return;
     }
-    for (size_t r = 0; r < arenas_.size(); ++r) {
-      Memory memory = memory_at(r, b);
+    for (size_t r = 0; r < flat_buffers_.size(); ++r) {
+      CodecState codec_state = state_at(r, b);
       std::vector<float> out(static_cast<size_t>(b.numel()));
-      m.finish(t.rows, p, sum, memory, out);
+      m.finish(t.rows, p, sum, codec_state, out);
       set(r, b, out);
     }
   }
 
   const Plan& plan_;
   const uint64_t seed_;
-  std::vector<std::vector<std::byte>> arenas_;                     // by rank
-  std::vector<std::vector<float>> rows_;                           // of memory, by rank
+  std::vector<std::vector<std::byte>> flat_buffers_;               // by rank
+  std::vector<std::vector<float>> rows_;                           // of codec state, by rank
   std::map<std::tuple<size_t, Block, uint64_t>, uint64_t> notes_;  // the last tells kinds apart
   std::map<Block, std::vector<float>> firsts_;                     // sums of first rounds
 };
@@ -181,19 +184,19 @@ TEST_P(CodedPlans, DoWhatTheirCodecsDo) {
   for (int64_t step = 1; step <= kSteps; ++step) want.push_back(reference.step(step));
   auto ranks = make_local_communicators(size, {seed % 2 ? 1e-4 : 0, 0});
   on_each_rank(size, [&](int rank) {
-    std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
-    std::vector<float> memory(static_cast<size_t>(2 * plan.numel()));
+    std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
+    std::vector<float> codec_state(static_cast<size_t>(2 * plan.numel()));
     EngineOptions options;
     options.stall_limit_s = 60;
-    options.memory = memory.data();
+    options.codec_state = codec_state.data();
     options.seed = seed;
-    Engine engine(plan, arena.data(), *ranks[static_cast<size_t>(rank)], options);
+    Engine engine(plan, flat_buffer.data(), *ranks[static_cast<size_t>(rank)], options);
     for (int64_t step = 1; step <= kSteps; ++step) {
       engine.begin_step();
       for (size_t t = plan.tensors().size(); t-- > 0;) {
         const TensorSpec& tensor = plan.tensors()[t];
         for (int64_t e = tensor.offset; e < tensor.end(); ++e) {
-          put(plan, arena.data(), e, coded_gradient(rank, step, e));
+          put(plan, flat_buffer.data(), e, coded_gradient(rank, step, e));
         }
         engine.ready(static_cast<int>(t));
       }
@@ -205,7 +208,7 @@ TEST_P(CodedPlans, DoWhatTheirCodecsDo) {
           // Where the network adds up 16-bit numbers it rounds after each rank, and in the order
           // of its ranks.
           const float expected = want[static_cast<size_t>(step - 1)][static_cast<size_t>(e)];
-          ASSERT_NEAR(get(plan, arena.data(), e), expected, 0.3 * size) << tensor.name;
+          ASSERT_NEAR(get(plan, flat_buffer.data(), e), expected, 0.3 * size) << tensor.name;
         }
       }
       engine.drain();
@@ -218,12 +221,12 @@ TEST_P(CodedPlans, DoWhatTheirCodecsDo) {
         for (int64_t e = b.begin; e < b.end; ++e) {
           const auto i = static_cast<size_t>(e);
           const size_t second = i + static_cast<size_t>(plan.numel());
-          const std::vector<float>& expected = reference.memory(rank);
+          const std::vector<float>& expected = reference.codec_state(rank);
           const double far = codec->matrices() ? 0.05 : 0;
-          ASSERT_NEAR(memory[i], expected[i], far) << op.codec;
-          ASSERT_NEAR(memory[second], expected[second], far) << op.codec;
+          ASSERT_NEAR(codec_state[i], expected[i], far) << op.codec;
+          ASSERT_NEAR(codec_state[second], expected[second], far) << op.codec;
           if (!codec->adds() && plan.dtype(b) == DType::float32 && op.codec != "none") {
-            ASSERT_EQ(get(plan, arena.data(), e), want.back()[i]) << op.codec;
+            ASSERT_EQ(get(plan, flat_buffer.data(), e), want.back()[i]) << op.codec;
           }
         }
       }
@@ -239,51 +242,52 @@ Plan one_op(const std::string& codec, int64_t numel = 64) {
 TEST(EngineCoding, WhatIsNotFiniteIsSeenOnceAndNotRemembered) {
   const Plan plan = one_op("int8");
   auto ranks = make_local_communicators(1, {});
-  std::vector<float> arena(64), memory(64);
+  std::vector<float> flat_buffer(64), codec_state(64);
   EngineOptions options;
-  options.memory = memory.data();
-  Engine engine(plan, reinterpret_cast<std::byte*>(arena.data()), *ranks[0], options);
+  options.codec_state = codec_state.data();
+  Engine engine(plan, reinterpret_cast<std::byte*>(flat_buffer.data()), *ranks[0], options);
   for (int step = 0; step < 3; ++step) {
-    for (size_t i = 0; i < arena.size(); ++i) arena[i] = static_cast<float>(i);
-    if (step == 1) arena[5] = std::numeric_limits<float>::infinity();
+    for (size_t i = 0; i < flat_buffer.size(); ++i) flat_buffer[i] = static_cast<float>(i);
+    if (step == 1) flat_buffer[5] = std::numeric_limits<float>::infinity();
     engine.begin_step();
     engine.ready(0);
     engine.end_backward();
     engine.drain();
-    EXPECT_EQ(std::isfinite(arena[5]), step != 1);
-    EXPECT_TRUE(std::isfinite(memory[5]));
+    EXPECT_EQ(std::isfinite(flat_buffer[5]), step != 1);
+    EXPECT_TRUE(std::isfinite(codec_state[5]));
     // What was to travel with it is still to come.
-    EXPECT_EQ(std::abs(memory[40]) > 39, step == 1);
+    EXPECT_EQ(std::abs(codec_state[40]) > 39, step == 1);
   }
 }
 
 TEST(EngineCoding, WhatIsNotFiniteIsRememberedUntilItIsSent) {
   const Plan plan = one_op("randk:0.1");
   auto ranks = make_local_communicators(1, {});
-  std::vector<float> arena(64), memory(64);
+  std::vector<float> flat_buffer(64), codec_state(64);
   EngineOptions options;
-  options.memory = memory.data();
-  Engine engine(plan, reinterpret_cast<std::byte*>(arena.data()), *ranks[0], options);
+  options.codec_state = codec_state.data();
+  Engine engine(plan, reinterpret_cast<std::byte*>(flat_buffer.data()), *ranks[0], options);
   int seen = 0;
   for (int step = 0; step < 300; ++step) {
-    std::fill(arena.begin(), arena.end(), 1.0F);
-    if (step == 0) arena[5] = std::numeric_limits<float>::quiet_NaN();
+    std::fill(flat_buffer.begin(), flat_buffer.end(), 1.0F);
+    if (step == 0) flat_buffer[5] = std::numeric_limits<float>::quiet_NaN();
     engine.begin_step();
     engine.ready(0);
     engine.end_backward();
     engine.drain();
-    seen += std::isnan(arena[5]);
-    EXPECT_EQ(std::isnan(memory[5]), seen == 0);
+    seen += std::isnan(flat_buffer[5]);
+    EXPECT_EQ(std::isnan(codec_state[5]), seen == 0);
   }
   EXPECT_EQ(seen, 1);
 }
 
-TEST(EngineCoding, FeedbackNeedsAMemory) {
+TEST(EngineCoding, FeedbackNeedsACodecState) {
   const Plan plan = one_op("topk:0.5");
   auto ranks = make_local_communicators(1, {});
-  std::vector<std::byte> arena(256);
-  const std::string error = message_of<UsageError>([&] { Engine(plan, arena.data(), *ranks[0]); });
-  EXPECT_NE(error.find("'topk:0.5' needs a memory"), std::string::npos) << error;
+  std::vector<std::byte> flat_buffer(256);
+  const std::string error =
+      message_of<UsageError>([&] { Engine(plan, flat_buffer.data(), *ranks[0]); });
+  EXPECT_NE(error.find("'topk:0.5' needs a codec state"), std::string::npos) << error;
 }
 
 TEST(EngineCoding, OpsAreLaunchedInOrderOfThePlanThoughTheirMessagesTakeTime) {
@@ -300,9 +304,9 @@ TEST(EngineCoding, OpsAreLaunchedInOrderOfThePlanThoughTheirMessagesTakeTime) {
                    t % 2 ? "none" : "int8"});
   }
   const Plan plan("test", tensors, ops);
-  std::vector<float> memory(static_cast<size_t>(plan.numel()));
+  std::vector<float> codec_state(static_cast<size_t>(plan.numel()));
   EngineOptions options;
-  options.memory = memory.data();
+  options.codec_state = codec_state.data();
   test::Rig rig(plan, options);
   rig.backward();
   ASSERT_TRUE(rig.communicator.await_launches(6));
@@ -314,9 +318,9 @@ TEST(EngineCoding, OpsAreLaunchedInOrderOfThePlanThoughTheirMessagesTakeTime) {
 }
 
 TEST(EngineCoding, AFailureNamesTheOpAndItsCodec) {
-  std::vector<float> memory(64);
+  std::vector<float> codec_state(64);
   EngineOptions options;
-  options.memory = memory.data();
+  options.codec_state = codec_state.data();
   test::Rig rig(one_op("int8"), options);
   rig.backward();
   rig.fail_op(0, "lost");

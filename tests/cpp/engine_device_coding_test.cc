@@ -33,13 +33,13 @@ void expect_alike(const Plan& plan, const Trained& got, const Trained& want, int
     for (Block b : op.blocks) {
       for (auto e = static_cast<size_t>(b.begin); e < static_cast<size_t>(b.end); ++e) {
         for (size_t step = 0; step < kSteps; ++step) {
-          ASSERT_NEAR(got.arenas[step][e], want.arenas[step][e], sums ? 0.3 * size : 0)
+          ASSERT_NEAR(got.flat_buffers[step][e], want.flat_buffers[step][e], sums ? 0.3 * size : 0)
               << op.codec << ", step " << step;
         }
         const double far = codec && codec->matrices() ? 0.05 : 0;
         const size_t second = e + static_cast<size_t>(plan.numel());
-        ASSERT_NEAR(got.memory[e], want.memory[e], far) << op.codec;
-        ASSERT_NEAR(got.memory[second], want.memory[second], far) << op.codec;
+        ASSERT_NEAR(got.codec_state[e], want.codec_state[e], far) << op.codec;
+        ASSERT_NEAR(got.codec_state[second], want.codec_state[second], far) << op.codec;
       }
     }
   }

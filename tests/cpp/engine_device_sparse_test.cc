@@ -80,8 +80,8 @@ using Sums = std::vector<SparseRows>;  // of both tensors, step after step
 
 Sums on_host(const Plan& plan, Communicator& network, std::unique_ptr<Exchange> exchange) {
   Sums out;
-  std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
-  Engine engine(plan, arena.data(), network, options_of(std::move(exchange)));
+  std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
+  Engine engine(plan, flat_buffer.data(), network, options_of(std::move(exchange)));
   for (int64_t step = 1; step <= kSteps; ++step) {
     engine.begin_step();
     std::vector<Gradient> given;
@@ -136,15 +136,16 @@ Sums on_device(const Plan& plan, Communicator& network, std::unique_ptr<Exchange
   Sums out;
   const int rank = network.rank();
   Random random(seed + static_cast<uint64_t>(rank));
-  const test::DeviceBytes arena(cuda, plan.arena_bytes()), result(cuda, plan.arena_bytes());
+  const test::DeviceBytes flat_buffer(cuda, plan.flat_buffer_bytes()),
+      result(cuda, plan.flat_buffer_bytes());
   const DeviceGradient words(cuda, shape_of(plan, 1)), more(cuda, shape_of(plan, 2));
   const DeviceGradient* const given[] = {&words, &more};
-  auto* const dense = reinterpret_cast<float*>(arena.data());
+  auto* const dense = reinterpret_cast<float*>(flat_buffer.data());
   const CudaStream compute[] = {cuda->create_stream(false), cuda->create_stream(false)};
   EngineOptions options = options_of(std::move(exchange));
   options.device = cuda;
   {
-    Engine engine(plan, arena.data(), network, options);
+    Engine engine(plan, flat_buffer.data(), network, options);
     const int64_t before = kernels.host_waits();
     for (int64_t step = 1; step <= kSteps; ++step) {
       engine.begin_step(compute[0]);
@@ -165,7 +166,8 @@ Sums on_device(const Plan& plan, Communicator& network, std::unique_ptr<Exchange
         out.push_back(engine.take_rows(t).rows);
       }
       engine.drain({}, compute[0]);
-      cuda->copy(result.data(), arena.data(), static_cast<size_t>(plan.arena_bytes()), compute[0]);
+      cuda->copy(result.data(), flat_buffer.data(), static_cast<size_t>(plan.flat_buffer_bytes()),
+                 compute[0]);
       const CudaEvent event =
           cuda->create_event(EventKind::ordering);  // what spoils ends before the next step
       for (auto [from, to] : {std::pair(0, 1), std::pair(1, 0)}) {
@@ -271,7 +273,7 @@ struct SparseRig {
     if (!exchange) exchange = std::move(make_local_exchanges(1)[0]);
     options.exchange = std::move(exchange);
     options.device = device;
-    engine = std::make_unique<Engine>(plan, arena.data(), network, options);
+    engine = std::make_unique<Engine>(plan, flat_buffer.data(), network, options);
   }
   ~SparseRig() {
     engine.reset();
@@ -297,7 +299,7 @@ struct SparseRig {
   const CudaStream compute = cuda->create_stream(false), other = cuda->create_stream(false);
   const std::shared_ptr<CountingCuda> device = std::make_shared<CountingCuda>(cuda);
   const Plan plan;
-  const test::DeviceBytes arena{cuda, plan.arena_bytes()};
+  const test::DeviceBytes flat_buffer{cuda, plan.flat_buffer_bytes()};
   const DeviceGradient words{cuda, shape_of(plan, 1)}, more{cuda, shape_of(plan, 2)};
   StagedCommunicator network;
   EngineOptions options;

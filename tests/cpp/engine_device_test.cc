@@ -136,13 +136,13 @@ struct DeviceRig {
   explicit DeviceRig(Plan plan, EngineOptions options = {},
                      std::shared_ptr<EmulatedCuda> emulated = make_emulated_cuda())
       : cuda(std::move(emulated)),
-        arena(cuda, plan.arena_bytes()),
+        flat_buffer(cuda, plan.flat_buffer_bytes()),
         communicator(cuda),
         compute(cuda->create_stream(false)) {
-    std::memset(arena.data(), 0, static_cast<size_t>(plan.arena_bytes()));
+    std::memset(flat_buffer.data(), 0, static_cast<size_t>(plan.flat_buffer_bytes()));
     if (!options.device) options.device = cuda;
-    engine =
-        std::make_unique<Engine>(std::move(plan), arena.data(), communicator, std::move(options));
+    engine = std::make_unique<Engine>(std::move(plan), flat_buffer.data(), communicator,
+                                      std::move(options));
   }
   ~DeviceRig() {
     communicator.abort();
@@ -164,7 +164,7 @@ struct DeviceRig {
   }
 
   std::shared_ptr<EmulatedCuda> cuda;
-  test::DeviceBytes arena;
+  test::DeviceBytes flat_buffer;
   StreamCommunicator communicator;
   CudaStream compute;
   std::unique_ptr<Engine> engine;
@@ -211,8 +211,8 @@ TEST_P(DevicePlans, GatherWhatWasReleased) {
   Kernels kernels;
   kernels.all_gather = [](uint8_t b) { return static_cast<uint8_t>(b * 171 - 7); };
   StreamCommunicator network(cuda, kernels, 3);
-  const auto update = [bytes = plan.arena_bytes()](std::byte* arena) {
-    auto* at = reinterpret_cast<uint8_t*>(arena);
+  const auto update = [bytes = plan.flat_buffer_bytes()](std::byte* flat_buffer) {
+    auto* at = reinterpret_cast<uint8_t*>(flat_buffer);
     std::transform(at, at + bytes, at, [](uint8_t b) { return static_cast<uint8_t>(b * 3); });
   };
   EXPECT_EQ(test::train_on_device(plan, network, cuda, *cuda, seed, 3, 2, update), 0);
@@ -283,7 +283,7 @@ TEST(EngineOnDevice, ScalesWhileItPacksAndOnlyOnce) {
   rig.engine->wait(0, {}, rig.compute);
   rig.cuda->synchronize(rig.compute);
   std::vector<float> got(8);
-  std::memcpy(got.data(), rig.arena.data(), 32);
+  std::memcpy(got.data(), rig.flat_buffer.data(), 32);
   for (size_t i = 0; i < 8; ++i) EXPECT_EQ(got[i], values[i] / 2);
 }
 
@@ -346,10 +346,10 @@ TEST(EngineOnDevice, NamesTheCodedOpThatTheDeviceIsStuckIn) {
   const Plan plan("test", {{"a", 64, DType::float32, 0}, {"b", 64, DType::float32, 64}},
                   {{Collective::all_reduce, {{0, 64}}, test::kUnlimited, false, "topk:0.5"},
                    {Collective::all_reduce, {{64, 128}}, test::kUnlimited, false, "fp16"}});
-  std::vector<float> memory(128);
+  std::vector<float> codec_state(128);
   EngineOptions options;
   options.stall_limit_s = 0.6;
-  options.memory = memory.data();
+  options.codec_state = codec_state.data();
   DeviceRig rig(plan, options);
   rig.communicator.hangs = true;
   rig.backward();
@@ -428,7 +428,7 @@ TEST(EngineOnDevice, EndsBehindWhatItHasPacked) {
   EngineOptions options;
   options.scale = 3;
   DeviceRig rig(plan_of(2), options);
-  float* const gradient = reinterpret_cast<float*>(rig.arena.data()) + 4;
+  float* const gradient = reinterpret_cast<float*>(rig.flat_buffer.data()) + 4;
   gradient[0] = 5;
   rig.engine->begin_step(rig.compute);
   rig.cuda->delay(rig.compute, 0.3);

@@ -267,11 +267,12 @@ TEST(EngineFault, TheEnginesOwnThreadMayFailItWhileItEnds) {
 TEST(EngineFault, RanksWithDifferentPlansAllFail) {
   auto ranks = make_local_communicators(3);
   on_each_rank(3, [&](int rank) {
-    std::vector<std::byte> arena(1024);
+    std::vector<std::byte> flat_buffer(1024);
     const std::vector<TensorSpec> tensors = {{"w", 8, DType::float32, 0}};
     std::vector<Op> ops = {{Collective::all_reduce, {{0, 8}}, kUnlimited, false}};
     if (rank == 1) ops = {{Collective::all_reduce, {{0, 4}, {4, 8}}, kUnlimited, false}};
-    Engine engine(Plan("test", tensors, ops), arena.data(), *ranks[static_cast<size_t>(rank)]);
+    Engine engine(Plan("test", tensors, ops), flat_buffer.data(),
+                  *ranks[static_cast<size_t>(rank)]);
     const std::string message = message_of<FaultError>([&] {
       engine.begin_step();
       engine.ready(0);
@@ -289,8 +290,8 @@ TEST(EngineFault, ALostRankFailsTheOthers) {
   on_each_rank(3, [&](int rank) {
     if (rank == 2) return ranks[2].reset();
     const Plan plan = plan_of(4);
-    std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
-    Engine engine(plan, arena.data(), *ranks[static_cast<size_t>(rank)]);
+    std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
+    Engine engine(plan, flat_buffer.data(), *ranks[static_cast<size_t>(rank)]);
     const std::string message = message_of<FaultError>([&] {
       engine.begin_step();
       for (int t = 3; t >= 0; --t) engine.ready(t);

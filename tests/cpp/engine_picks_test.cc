@@ -31,8 +31,8 @@ float gradient(int rank, int64_t step, int64_t element) {
 }
 
 struct Trained {
-  std::vector<std::vector<float>> arenas;  // after each step
-  std::vector<float> memory;
+  std::vector<std::vector<float>> flat_buffers;  // after each step
+  std::vector<float> codec_state;
 };
 
 std::vector<Trained> train(const Plan& plan, int size, uint64_t seed) {
@@ -41,29 +41,29 @@ std::vector<Trained> train(const Plan& plan, int size, uint64_t seed) {
   const auto exchanges = test::shared_exchanges(size);
   on_each_rank(size, [&](int rank) {
     const auto r = static_cast<size_t>(rank);
-    std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
-    out[r].memory.resize(static_cast<size_t>(2 * plan.numel()));
+    std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
+    out[r].codec_state.resize(static_cast<size_t>(2 * plan.numel()));
     EngineOptions options;
     options.stall_limit_s = 60;
-    options.memory = out[r].memory.data();
+    options.codec_state = out[r].codec_state.data();
     options.seed = seed;
     options.scale = 0.5;  // is for other gradients
     options.exchange = exchanges[r];
-    Engine engine(plan, arena.data(), *communicators[r], options);
+    Engine engine(plan, flat_buffer.data(), *communicators[r], options);
     for (int64_t step = 1; step <= kSteps; ++step) {
       engine.begin_step();
       for (size_t t = plan.tensors().size(); t-- > 0;) {
         const TensorSpec& tensor = plan.tensors()[t];
         for (int64_t e = tensor.offset; e < tensor.end(); ++e) {
-          test::put(plan, arena.data(), e, gradient(rank, step, e));
+          test::put(plan, flat_buffer.data(), e, gradient(rank, step, e));
         }
         engine.ready(static_cast<int>(t));
       }
       engine.end_backward();
       engine.drain();
-      out[r].arenas.emplace_back();
+      out[r].flat_buffers.emplace_back();
       for (int64_t e = 0; e < plan.numel(); ++e) {
-        out[r].arenas.back().push_back(test::get(plan, arena.data(), e));
+        out[r].flat_buffers.back().push_back(test::get(plan, flat_buffer.data(), e));
       }
     }
   });
@@ -90,13 +90,13 @@ TEST_P(PickedPlans, SumsAreThoseOfGatheredMessages) {
   const int size = static_cast<int>(1 + seed % 5);
   const std::vector<Trained> want = train(gathered, size, seed), got = train(summed, size, seed);
   for (size_t r = 0; r < want.size(); ++r) {
-    EXPECT_EQ(got[r].memory, want[r].memory);
+    EXPECT_EQ(got[r].codec_state, want[r].codec_state);
     for (size_t step = 0; step < kSteps; ++step) {
       for (const Op& op : gathered.ops()) {
         if (op.codec == "none") continue;  // the network adds up in an order of its own
         for (Block b : op.blocks) {
           for (auto e = static_cast<size_t>(b.begin); e < static_cast<size_t>(b.end); ++e) {
-            ASSERT_EQ(got[r].arenas[step][e], want[r].arenas[step][e]) << op.codec;
+            ASSERT_EQ(got[r].flat_buffers[step][e], want[r].flat_buffers[step][e]) << op.codec;
           }
         }
       }
@@ -119,11 +119,12 @@ void step(Engine& engine) {
 
 TEST(EnginePicks, NeedAnExchange) {
   test::Rig rig(test::plan_of(1));
-  std::vector<float> arena(72), memory(72);
+  std::vector<float> flat_buffer(72), codec_state(72);
   EngineOptions options;
-  options.memory = memory.data();
+  options.codec_state = codec_state.data();
   const std::string error = message_of<UsageError>([&] {
-    Engine(two_ops("zen"), reinterpret_cast<std::byte*>(arena.data()), rig.communicator, options);
+    Engine(two_ops("zen"), reinterpret_cast<std::byte*>(flat_buffer.data()), rig.communicator,
+           options);
   });
   EXPECT_NE(error.find("needs an exchange"), std::string::npos) << error;
 }
@@ -131,17 +132,17 @@ TEST(EnginePicks, NeedAnExchange) {
 TEST(EnginePicks, TheTimelineTellsOfThem) {
   const std::string path = testing::TempDir() + "usbyte_picks_" + std::to_string(getpid());
   auto communicator = std::move(make_local_communicators(1)[0]);
-  std::vector<float> arena(72, 1), memory(72);
+  std::vector<float> flat_buffer(72, 1), codec_state(72);
   EngineOptions options;
-  options.memory = memory.data();
+  options.codec_state = codec_state.data();
   options.exchange = std::move(make_local_exchanges(1)[0]);
   {
-    Engine engine(two_ops("zen"), reinterpret_cast<std::byte*>(arena.data()), *communicator,
+    Engine engine(two_ops("zen"), reinterpret_cast<std::byte*>(flat_buffer.data()), *communicator,
                   options);
     engine.set_timeline(std::make_shared<TimelineWriter>(path, 0, StepRange::parse("0:9")));
     step(engine);
     engine.drain();
-    EXPECT_EQ(std::count(arena.begin(), arena.begin() + 64, 1.0F), 16);
+    EXPECT_EQ(std::count(flat_buffer.begin(), flat_buffer.begin() + 64, 1.0F), 16);
   }
   std::ifstream in(path);
   int told = 0;
@@ -162,11 +163,12 @@ TEST(EnginePicks, ARankThatIsLostIsAFaultThatNamesTheOp) {
   on_each_rank(kRanks, [&](int rank) {
     const auto r = static_cast<size_t>(rank);
     const Plan plan = two_ops("zen");
-    std::vector<float> arena(72, 1), memory(72);
+    std::vector<float> flat_buffer(72, 1), codec_state(72);
     EngineOptions options;
-    options.memory = memory.data();
+    options.codec_state = codec_state.data();
     options.exchange = std::move(exchanges[r]);
-    Engine engine(plan, reinterpret_cast<std::byte*>(arena.data()), *communicators[r], options);
+    Engine engine(plan, reinterpret_cast<std::byte*>(flat_buffer.data()), *communicators[r],
+                  options);
     if (rank == 1) return engine.fail("gone");  // and its exchange with it
     const std::string error = message_of<FaultError>([&] {
       step(engine);

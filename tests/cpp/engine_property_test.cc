@@ -48,16 +48,16 @@ void train(const Plan& plan, Communicator& network, bool late, uint64_t seed, in
   Random random(seed + static_cast<uint64_t>(network.rank()));
   std::unique_ptr<Communicator> delay;
   if (late) delay = std::make_unique<test::LateCommunicator>(network, seed);
-  std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
-  test::RuleChecker checker(plan, arena.data(), delay ? *delay : network);
-  Engine engine(plan, arena.data(), checker, impatient());
+  std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
+  test::RuleChecker checker(plan, flat_buffer.data(), delay ? *delay : network);
+  Engine engine(plan, flat_buffer.data(), checker, impatient());
   for (int64_t step = 1; step <= steps; ++step) {
     checker.begin_step();
     engine.begin_step();
     const std::vector<int> order = random_order(random, plan.tensors().size());
     const auto produce = [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
-        write_gradient(plan, arena.data(), order[i], network.rank(), step);
+        write_gradient(plan, flat_buffer.data(), order[i], network.rank(), step);
         checker.ready(order[i]);
         engine.ready(order[i]);
       }
@@ -70,11 +70,11 @@ void train(const Plan& plan, Communicator& network, bool late, uint64_t seed, in
     if (!random.one_in(3)) {
       for (int tensor : random_order(random, plan.tensors().size())) {
         engine.wait(tensor);
-        expect_sum(plan, arena.data(), tensor, network.size(), step);
+        expect_sum(plan, flat_buffer.data(), tensor, network.size(), step);
       }
     }
     engine.drain();
-    for (int tensor : order) expect_sum(plan, arena.data(), tensor, network.size(), step);
+    for (int tensor : order) expect_sum(plan, flat_buffer.data(), tensor, network.size(), step);
     for (auto [launched, done] : engine.op_times()) EXPECT_GE(done, launched);
   }
   EXPECT_EQ(engine.steps(), steps);
@@ -100,10 +100,10 @@ TEST_P(RandomPlans, LaunchAsSoonAsTheRulesAllow) {
   const uint64_t seed = GetParam();
   Random random(seed + 500);
   const Plan plan = test::regather(random_plan(random.engine()), random);
-  std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
+  std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
   test::ManualCommunicator manual;
-  test::RuleChecker checker(plan, arena.data(), manual);
-  Engine engine(plan, arena.data(), checker, impatient());
+  test::RuleChecker checker(plan, flat_buffer.data(), manual);
+  Engine engine(plan, flat_buffer.data(), checker, impatient());
   const int ops = static_cast<int>(plan.ops().size());
   for (int step = 0; step < 2; ++step) {
     checker.begin_step();
@@ -184,19 +184,19 @@ TEST(EngineLongRun, TenThousandStepsNeitherDriftNorLeak) {
   auto ranks = make_local_communicators(kSize);
   int64_t warm = 0;
   on_each_rank(kSize, [&](int rank) {
-    std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
-    Engine engine(plan, arena.data(), *ranks[static_cast<size_t>(rank)], impatient());
+    std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
+    Engine engine(plan, flat_buffer.data(), *ranks[static_cast<size_t>(rank)], impatient());
     const int last = static_cast<int>(kTensors) - 1;
     for (int64_t step = 1; step <= steps && !testing::Test::HasFailure(); ++step) {
       engine.begin_step();
       for (int t = last; t >= 0; --t) {
-        write_gradient(plan, arena.data(), t, rank, step);
+        write_gradient(plan, flat_buffer.data(), t, rank, step);
         engine.ready(t);
       }
       engine.end_backward();
       for (int t = 0; t <= last; ++t) {
         engine.wait(t);
-        expect_sum(plan, arena.data(), t, kSize, step);
+        expect_sum(plan, flat_buffer.data(), t, kSize, step);
       }
       engine.drain();
       if (rank == 0 && step == steps / 10) warm = resident_bytes();

@@ -30,8 +30,8 @@ inline Plan plan_of(int tensors, int64_t window_bytes = kUnlimited) {
 /// An engine whose ops complete when the test says so.
 struct Rig {
   explicit Rig(Plan plan, EngineOptions options = {})
-      : arena(static_cast<size_t>(plan.arena_bytes())),
-        engine(std::make_unique<Engine>(std::move(plan), arena.data(), communicator,
+      : flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes())),
+        engine(std::make_unique<Engine>(std::move(plan), flat_buffer.data(), communicator,
                                         std::move(options))) {}
 
   Engine* operator->() const { return engine.get(); }
@@ -50,7 +50,7 @@ struct Rig {
   }
 
   ManualCommunicator communicator;
-  std::vector<std::byte> arena;
+  std::vector<std::byte> flat_buffer;
   std::unique_ptr<Engine> engine;
 };
 

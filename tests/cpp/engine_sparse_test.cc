@@ -57,12 +57,12 @@ TEST(EngineSparse, SumsBesideDenseOpsStepAfterStep) {
     on_each_rank(size, [&](int rank) {
       const auto r = static_cast<size_t>(rank);
       const Plan plan = plan_of("agsparse");
-      std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
-      auto* const dense = reinterpret_cast<float*>(arena.data());
+      std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
+      auto* const dense = reinterpret_cast<float*>(flat_buffer.data());
       EngineOptions options;
       options.exchange = std::move(exchanges[r]);
       options.scale = 0.5;
-      Engine engine(plan, arena.data(), *communicators[r], options);
+      Engine engine(plan, flat_buffer.data(), *communicators[r], options);
       for (int step = 0; step < 30; ++step) {
         engine.begin_step();
         std::vector<Rows> mine(3);
@@ -99,14 +99,14 @@ TEST(EngineSparse, SumsBesideDenseOpsStepAfterStep) {
 TEST(EngineSparse, WrongCallsAreErrors) {
   auto communicator = std::move(make_local_communicators(1)[0]);
   const Plan plan = plan_of("zen");
-  std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
+  std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
   EXPECT_NE(message_of<UsageError>([&] {
-              Engine(plan, arena.data(), *communicator);
+              Engine(plan, flat_buffer.data(), *communicator);
             }).find("needs an exchange"),
             std::string::npos);
   EngineOptions options;
   options.exchange = std::move(make_local_exchanges(1)[0]);
-  Engine engine(plan, arena.data(), *communicator, options);
+  Engine engine(plan, flat_buffer.data(), *communicator, options);
   engine.begin_step();
   EXPECT_NE(message_of<UsageError>([&] { engine.ready(1); }).find("'words' is sparse"),
             std::string::npos);
@@ -128,8 +128,8 @@ TEST(EngineSparse, AFaultEndsTheRanksThatWaitInsideAnExchange) {
   constexpr int kRanks = 3;
   const Plan plan = plan_of("zen");
   // Ranks that have not failed yet may still be adding up those of the others.
-  std::vector<std::vector<std::byte>> arenas(
-      kRanks, std::vector<std::byte>(static_cast<size_t>(plan.arena_bytes())));
+  std::vector<std::vector<std::byte>> flat_buffers(
+      kRanks, std::vector<std::byte>(static_cast<size_t>(plan.flat_buffer_bytes())));
   auto communicators = make_local_communicators(kRanks);
   auto exchanges = make_local_exchanges(kRanks);
   on_each_rank(kRanks, [&](int rank) {
@@ -138,7 +138,7 @@ TEST(EngineSparse, AFaultEndsTheRanksThatWaitInsideAnExchange) {
     const std::vector<float> row(4, 1.0F);
     EngineOptions options;
     options.exchange = std::move(exchanges[r]);
-    Engine engine(plan, arenas[r].data(), *communicators[r], options);
+    Engine engine(plan, flat_buffers[r].data(), *communicators[r], options);
     const std::string what = message_of<FaultError>([&] {
       engine.begin_step();
       engine.ready_rows(1, {std::span(&id, 1), reinterpret_cast<const std::byte*>(row.data())});
@@ -156,10 +156,10 @@ TEST(EngineSparse, AnEngineThatFailsLetsGoOfAnExchange) {
   auto communicators = make_local_communicators(2);
   auto exchanges = make_local_exchanges(2);
   const Plan plan = plan_of("zen");
-  std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
+  std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
   EngineOptions options;
   options.exchange = std::move(exchanges[0]);
-  Engine engine(plan, arena.data(), *communicators[0], options);
+  Engine engine(plan, flat_buffer.data(), *communicators[0], options);
   engine.begin_step();
   engine.ready_rows(1, {});
   std::this_thread::sleep_for(std::chrono::milliseconds(20));

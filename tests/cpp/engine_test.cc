@@ -66,22 +66,23 @@ void expect_scaled_gradients(DType dtype, T (*make)(double)) {
   const Plan plan("test", {{"a", 5, dtype, 0}, {"b", 3, dtype, 5}},
                   {{Collective::all_reduce, {{0, 8}}, kUnlimited, false}});
   Rig rig(plan, options);
-  T* const arena = reinterpret_cast<T*>(rig.arena.data());
+  T* const flat_buffer = reinterpret_cast<T*>(rig.flat_buffer.data());
   const auto product = [&](double x) {
     return std::is_same_v<T, double> ? make(x * kScale)
                                      : make(static_cast<float>(x) * static_cast<float>(kScale));
   };
   std::vector<T> elsewhere;
   for (int i = 0; i < 5; ++i) elsewhere.push_back(make(0.75 * i - 1));
-  for (int i = 5; i < 8; ++i) arena[i] = make(i);
+  for (int i = 5; i < 8; ++i) flat_buffer[i] = make(i);
   rig->begin_step();
   EXPECT_TRUE(rig->ready(0, {}, elsewhere.data()).empty());
-  rig->ready(1, {}, arena + 5);
+  rig->ready(1, {}, flat_buffer + 5);
   rig->end_backward();
   std::vector<T> expected;
   for (int i = 0; i < 5; ++i) expected.push_back(product(0.75 * i - 1));
   for (int i = 5; i < 8; ++i) expected.push_back(product(i));
-  EXPECT_EQ(std::memcmp(arena, expected.data(), expected.size() * sizeof(T)), 0) << name(dtype);
+  EXPECT_EQ(std::memcmp(flat_buffer, expected.data(), expected.size() * sizeof(T)), 0)
+      << name(dtype);
   rig.complete(0);
   rig->drain();
 }
@@ -280,9 +281,9 @@ class SlowSecondLaunch final : public Communicator {
 
 TEST(EngineWait, IsWokenOnceTheNextOpIsLaunched) {
   const Plan plan = plan_of(2, 1);
-  std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
+  std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
   SlowSecondLaunch communicator;
-  Engine engine(plan, arena.data(), communicator);
+  Engine engine(plan, flat_buffer.data(), communicator);
   for (int step = 0; step < 10; ++step) {
     communicator.went_on = false;
     engine.begin_step();
@@ -413,9 +414,9 @@ class HeldSecondLaunch final : public Communicator {
 
 TEST(EngineEnd, AFailedEngineWaitsForWhoIsLaunching) {
   const Plan plan = plan_of(2, 1);
-  std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
+  std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
   HeldSecondLaunch communicator;
-  auto engine = std::make_unique<Engine>(plan, arena.data(), communicator);
+  auto engine = std::make_unique<Engine>(plan, flat_buffer.data(), communicator);
   engine->begin_step();
   for (int t : {0, 1}) engine->ready(t);
   engine->end_backward();
@@ -439,8 +440,8 @@ TEST(EngineEnd, MayComeAtAnyMoment) {
     auto ranks = make_local_communicators(2);
     on_each_rank(2, [&](int rank) {
       const Plan plan = plan_of(5, i % 2 ? 1 : kUnlimited);
-      std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
-      Engine engine(plan, arena.data(), *ranks[static_cast<size_t>(rank)]);
+      std::vector<std::byte> flat_buffer(static_cast<size_t>(plan.flat_buffer_bytes()));
+      Engine engine(plan, flat_buffer.data(), *ranks[static_cast<size_t>(rank)]);
       engine.begin_step();
       // The ranks stop at the same tensor: what one has launched, the other launches too.
       for (int t = 0; t < i % 6; ++t) engine.ready(t);

@@ -91,46 +91,47 @@ void fill_randomly(std::span<std::byte> memory, DType dtype, Random& random) {
   for (std::byte& b : memory) b = static_cast<std::byte>(random(0, 255));
 }
 
-// Arrays that are packed into an arena, with gaps in it, at any alignment of either side.
+// Arrays that are packed into a flat buffer, with gaps in it, at any alignment of either side.
 class Job {
  public:
   Job(const Case& c, const std::vector<int64_t>& counts, Random& random) : case_(c) {
     const int64_t from = itemsize(c.from), to = itemsize(c.to);
-    int64_t arena_bytes = 0;
+    int64_t flat_buffer_bytes = 0;
     std::vector<int64_t> offsets;
     for (int64_t count : counts) {
-      if (random.one_in(3)) arena_bytes += random(0, 20) * to;
-      offsets.push_back(arena_bytes);
-      arena_bytes += count * to;
+      if (random.one_in(3)) flat_buffer_bytes += random(0, 20) * to;
+      offsets.push_back(flat_buffer_bytes);
+      flat_buffer_bytes += count * to;
     }
-    arena_ = std::make_unique<Memory>(arena_bytes + random(0, 3) * to, random(0, 16 / to - 1) * to);
+    flat_buffer_ = std::make_unique<Memory>(flat_buffer_bytes + random(0, 3) * to,
+                                            random(0, 16 / to - 1) * to);
     for (size_t i = 0; i < counts.size(); ++i) {
       sources_.push_back(
           std::make_unique<Memory>(counts[i] * from, random(0, 16 / from - 1) * from));
       fill_randomly(sources_.back()->bytes(), c.from, random);
-      segments_.push_back({sources_.back()->data(), arena_->data() + offsets[i], counts[i]});
+      segments_.push_back({sources_.back()->data(), flat_buffer_->data() + offsets[i], counts[i]});
     }
     // The opposite of what will be written: every write shows, and so does a missing one.
     clear();
     for (const CopySegment& s : segments_) reference_copy(s, case_);
-    want_.assign(arena().begin(), arena().end());
+    want_.assign(flat_buffer().begin(), flat_buffer().end());
     written_.assign(want_.size(), 0);
     for (const CopySegment& s : segments_) {
-      const auto begin = static_cast<std::byte*>(s.target) - arena().data();
+      const auto begin = static_cast<std::byte*>(s.target) - flat_buffer().data();
       std::fill_n(written_.begin() + begin, s.count * to, 1);
     }
     clear();
   }
 
   void clear() {
-    for (size_t i = 0; i < arena().size(); ++i) {
-      arena()[i] = want_.empty() ? std::byte{0x5a} : written_[i] ? ~want_[i] : want_[i];
+    for (size_t i = 0; i < flat_buffer().size(); ++i) {
+      flat_buffer()[i] = want_.empty() ? std::byte{0x5a} : written_[i] ? ~want_[i] : want_[i];
     }
   }
-  std::span<std::byte> arena() { return arena_->bytes(); }
+  std::span<std::byte> flat_buffer() { return flat_buffer_->bytes(); }
   std::span<const CopySegment> segments() const { return segments_; }
   const std::vector<std::byte>& want() const { return want_; }
-  /// 1 for the bytes of the arena that belong to a segment.
+  /// 1 for the bytes of the flat buffer that belong to a segment.
   const std::vector<int>& written() const { return written_; }
   template <typename Run>
   void copy(Run& run) {
@@ -139,7 +140,7 @@ class Job {
 
  private:
   Case case_;
-  std::unique_ptr<Memory> arena_;
+  std::unique_ptr<Memory> flat_buffer_;
   std::vector<std::unique_ptr<Memory>> sources_;
   std::vector<CopySegment> segments_;
   std::vector<std::byte> want_;
@@ -166,7 +167,7 @@ TEST(KernelsCopy, EveryByteIsRightInEveryShape) {
       for (RunInShape& run : test::shapes()) {
         job.clear();
         job.copy(run);
-        ASSERT_TRUE(same(job.arena(), job.want()))
+        ASSERT_TRUE(same(job.flat_buffer(), job.want()))
             << text(c) << ", round " << round << ", " << run.blocks << " x " << run.threads;
       }
     }
@@ -181,7 +182,7 @@ TEST(KernelsCopy, EveryByteIsWrittenOnce) {
       Job job(c, random_counts(random), random);
       for (RunInShape run : {RunInShape{1, 32}, RunInShape{5, 7}}) {
         job.clear();
-        WriteCounter counter(job.arena());
+        WriteCounter counter(job.flat_buffer());
         run.after_thread = std::ref(counter);
         job.copy(run);
         ASSERT_EQ(counter.counts(), job.written()) << text(c) << ", round " << round;
@@ -216,7 +217,7 @@ TEST(KernelsCopy, ListsThatFillTables) {
       RunInShape run{3, 64, large};
       job.clear();
       job.copy(run);
-      EXPECT_TRUE(same(job.arena(), job.want())) << segments;
+      EXPECT_TRUE(same(job.flat_buffer(), job.want())) << segments;
       const int64_t capacity = large ? kSegmentsPerLaunch : 160;
       EXPECT_LE(run.launches, (segments + capacity - 1) / capacity) << segments;
     }
@@ -227,7 +228,7 @@ TEST(KernelsCopy, UnpacksWhatItPacked) {
   Random random(5);
   std::vector<std::unique_ptr<Memory>> tensors, copies;
   std::vector<CopySegment> pack, unpack;
-  Memory arena(10000, 12);
+  Memory flat_buffer(10000, 12);
   int64_t offset = 0;
   for (int64_t count : {1, 64, 7, 1000, 0, 333, 64}) {
     tensors.push_back(std::make_unique<Memory>(count * 4, random(0, 3) * 4));
@@ -235,8 +236,10 @@ TEST(KernelsCopy, UnpacksWhatItPacked) {
     fill_randomly(tensors.back()->bytes(), DType::float32, random);
     // A cut inside each tensor, as between two blocks.
     for (auto [begin, end] : {std::pair{int64_t{0}, count / 3}, {count / 3, count}}) {
-      pack.push_back({tensors.back()->data() + begin * 4, arena.data() + offset, end - begin});
-      unpack.push_back({arena.data() + offset, copies.back()->data() + begin * 4, end - begin});
+      pack.push_back(
+          {tensors.back()->data() + begin * 4, flat_buffer.data() + offset, end - begin});
+      unpack.push_back(
+          {flat_buffer.data() + offset, copies.back()->data() + begin * 4, end - begin});
       offset += (end - begin) * 4;
     }
   }

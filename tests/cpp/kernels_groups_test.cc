@@ -36,10 +36,10 @@ float narrow(float x) {
   return x;
 }
 
-/// Gradients as the arena has them, some of them not finite in every fourth; in every second there
-/// are zeros, at each place of a byte of signs.
+/// Gradients as the flat buffer has them, some of them not finite in every fourth; in every second
+/// there are zeros, at each place of a byte of signs.
 template <typename T>
-std::vector<T> arena_values(Random& random, int64_t count) {
+std::vector<T> flat_buffer_values(Random& random, int64_t count) {
   std::vector<T> out;
   for (float x : test::gradient(random, count)) out.push_back(narrow<T>(x));
   if (random.one_in(2)) {
@@ -118,19 +118,19 @@ void GroupKernels::encodes_as_the_host(DType dtype, bool aligned) {
       std::vector<std::vector<std::byte>> wanted;
       for (size_t i = 0; i < runs.size(); ++i) {
         Run& run = *runs[i];
-        const std::vector<T> values = arena_values<T>(random, counts[i]);
+        const std::vector<T> values = flat_buffer_values<T>(random, counts[i]);
         std::ranges::copy(values, run.values.template as<T>().begin());
         std::ranges::fill(run.message.bytes(), std::byte{0x77});
         const RngKey rng = RngKey::of(3, step, static_cast<int64_t>(i), 1);
         encodings.push_back({run.values.data(),
-                             codec_->memories() ? run.kept.template as<float>().data() : nullptr,
+                             codec_->state_rows() ? run.kept.template as<float>().data() : nullptr,
                              run.message.data(), counts[i], rng.own});
         std::vector<float> gradient;
         for (T x : values) gradient.push_back(to_float(x));
-        usbyte::Memory memory;
-        memory.rows[0] = run.want_kept.data();
+        CodecState state;
+        state.rows[0] = run.want_kept.data();
         wanted.emplace_back(run.message.bytes().size());
-        codec_->send(gradient, memory, rng, 2, wanted.back().data());
+        codec_->send(gradient, state, rng, 2, wanted.back().data());
       }
       kernels::encode_groups(kernels_, encodings, dtype, shape);
       for (size_t i = 0; i < runs.size(); ++i) {
@@ -205,7 +205,7 @@ TEST_P(GroupKernels, WriteEveryByteOnce) {
     const int64_t skew = count % 16 == 0 ? 0 : 4;
     Memory kept(4 * count, skew), message(codec_->message_bytes(count), 2 * skew);
     const GroupEncoding encoding{gradient.data(),
-                                 codec_->memories() ? kept.as<float>().data() : nullptr,
+                                 codec_->state_rows() ? kept.as<float>().data() : nullptr,
                                  message.data(), count, 7};
     RunInShape once{2, 64};
     std::ranges::fill(kept.bytes(), std::byte{0});

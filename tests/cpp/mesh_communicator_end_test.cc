@@ -26,12 +26,12 @@ const std::string kAborted = "the mesh communicator was aborted";
 
 /// A rank of two whose launches complete when the test says so, or at once; no data moves. What is
 /// in flight fails when it goes.
-class ManualLine final : public Communicator {
+class ManualGroup final : public Communicator {
  public:
-  explicit ManualLine(int size = 2) : size_(size) {}
-  ~ManualLine() override {
+  explicit ManualGroup(int size = 2) : size_(size) {}
+  ~ManualGroup() override {
     for (const Completion& done : pending_) {
-      done(std::make_exception_ptr(FaultError("the line is gone")));
+      done(std::make_exception_ptr(FaultError("the group is gone")));
     }
   }
 
@@ -127,9 +127,9 @@ class Log {
 class ManualMesh : public testing::Test {
  protected:
   const Topology topology = mesh({2, 2});
-  std::shared_ptr<ManualLine> flat = std::make_shared<ManualLine>(4);
-  std::shared_ptr<ManualLine> d0 = std::make_shared<ManualLine>();
-  std::shared_ptr<ManualLine> d1 = std::make_shared<ManualLine>();
+  std::shared_ptr<ManualGroup> flat = std::make_shared<ManualGroup>(4);
+  std::shared_ptr<ManualGroup> d0 = std::make_shared<ManualGroup>();
+  std::shared_ptr<ManualGroup> d1 = std::make_shared<ManualGroup>();
   std::unique_ptr<MeshCommunicator> all = std::make_unique<MeshCommunicator>(
       topology, flat, std::vector<std::shared_ptr<Communicator>>{d0, d1});
   const Schedule one = schedule(topology, {{0, 1}});
@@ -139,12 +139,12 @@ class ManualMesh : public testing::Test {
 
   void TearDown() override {
     if (all) all->abort();
-    for (auto& line : {flat, d0, d1}) {
-      while (line->in_flight() > 0) line->complete();
+    for (auto& group : {flat, d0, d1}) {
+      while (group->in_flight() > 0) group->complete();
     }
   }
   Request by(const Schedule& schedule) { return sum_of(memory, schedule); }
-  /// What is in flight of the lines and of the flat communicator.
+  /// What is in flight of the axis groups and of the flat communicator.
   std::vector<size_t> in_flight() const {
     return {d0->in_flight(), d1->in_flight(), flat->in_flight()};
   }
@@ -170,9 +170,9 @@ TEST_F(ManualMesh, PhasesWaitForOneAnotherAndForTheirTurn) {
   EXPECT_EQ(in_flight(), (Counts{1, 0, 0}));
   EXPECT_EQ(log.take(), "");
   while (d0->in_flight() + d1->in_flight() > 0) {
-    for (auto& line : {d1, d0}) {
-      EXPECT_LE(line->in_flight(), 2U);
-      if (line->in_flight() > 0) line->complete(line->in_flight() - 1);
+    for (auto& group : {d1, d0}) {
+      EXPECT_LE(group->in_flight(), 2U);
+      if (group->in_flight() > 0) group->complete(group->in_flight() - 1);
     }
   }
   EXPECT_EQ(log.take(), "b: done\na: done\n") << "the newest phase has been the first to end";
@@ -194,19 +194,19 @@ TEST_F(ManualMesh, WhatIsEmptyIsNotLaunched) {
   EXPECT_EQ(in_flight(), (Counts{1, 0, 0})) << "the second chunk has no elements";
   while (d0->in_flight() + d1->in_flight() > 0) (d1->in_flight() ? d1 : d0)->complete();
   EXPECT_EQ(log.take(), "a: done\n");
-  for (auto& line : {d0, d1}) {
-    EXPECT_EQ(line->requests.size(), 2U);
-    for (const Request& request : line->requests) {
+  for (auto& group : {d0, d1}) {
+    EXPECT_EQ(group->requests.size(), 2U);
+    for (const Request& request : group->requests) {
       ASSERT_EQ(request.recv.size(), 1U);
       EXPECT_EQ(request.recv[0].data, memory[1].data());
     }
   }
 }
 
-TEST_F(ManualMesh, WhatCompletesInLaunchGoesNoDeeperThanThereAreLines) {
-  for (auto& line : {flat, d0, d1}) line->at_once = true;
+TEST_F(ManualMesh, WhatCompletesInLaunchGoesNoDeeperThanThereAreAxisGroups) {
+  for (auto& group : {flat, d0, d1}) group->at_once = true;
   const char here = 0;
-  for (auto& line : {d0, d1}) line->top = &here;
+  for (auto& group : {d0, d1}) group->top = &here;
   std::vector<Route> routes;
   for (int i = 0; i < 2000; ++i) routes.push_back(i % 3 ? Route{0, 1} : Route{1, 0});
   memory[0].resize(20'000);
@@ -420,9 +420,9 @@ TEST_F(ManualMesh, SoMayThoseOfFlatRequestsAndOfRefusedOnes) {
   EXPECT_FALSE(all);
 }
 
-// Inside the launch of the one on whose line it is.
+// Inside the launch of the one on whose axis group it is.
 TEST_F(ManualMesh, ACompletionInsideALaunchMayDestroyIt) {
-  for (auto& line : {d0, d1}) line->at_once = true;
+  for (auto& group : {d0, d1}) group->at_once = true;
   all->launch(by(both), log("a", [this] { all.reset(); }));
   EXPECT_EQ(log.take(), "a: done\n");
   EXPECT_FALSE(all);
@@ -431,15 +431,15 @@ TEST_F(ManualMesh, ACompletionInsideALaunchMayDestroyIt) {
 
 // Its last share is then with whom is inside, and a phase of another request in flight on it.
 TEST_F(ManualMesh, AndTheLineThatItIsInside) {
-  ManualLine& line = *d0;
+  ManualGroup& group = *d0;
   all = nullptr;
   all = std::make_unique<MeshCommunicator>(
       topology, flat, std::vector<std::shared_ptr<Communicator>>{std::move(d0), d1});
-  d0 = std::make_shared<ManualLine>();
-  line.fails_at = 3;
+  d0 = std::make_shared<ManualGroup>();
+  group.fails_at = 3;
   all->launch(by(one), log("a"));
   all->launch(by(one), log("b", [this] { all.reset(); }));
-  line.complete();
+  group.complete();
   d1->complete();
   d1->complete();
   const std::string why = ": phase 0 of chunk 0, over dimension 'd0', failed: no route\n";
@@ -468,7 +468,7 @@ TEST_F(ManualMesh, ACompletionMayAbortIt) {
 }
 
 TEST_F(ManualMesh, CompletionsMayOwnIt) {
-  for (auto& line : {flat, d0, d1}) line->keeps = true;
+  for (auto& group : {flat, d0, d1}) group->keeps = true;
   std::shared_ptr<MeshCommunicator> mine = std::move(all);
   std::weak_ptr<MeshCommunicator> watch = mine;
   for (const Schedule& how : {one, Schedule()}) {
@@ -482,7 +482,8 @@ TEST_F(ManualMesh, CompletionsMayOwnIt) {
   EXPECT_TRUE(let_go());
 }
 
-// The other ranks launch nothing, but their lines and flat ones are there until the test ends.
+// The other ranks launch nothing, but their axis groups and flat ones are there until the test
+// ends.
 TEST(MeshCommunicatorEnd, LinesOfItsOwnFailWhatTheyHaveInFlight) {
   const Topology topology = mesh({2, 3});
   for (const bool by_abort : {true, false}) {
@@ -506,7 +507,7 @@ TEST(MeshCommunicatorEnd, LinesOfItsOwnFailWhatTheyHaveInFlight) {
   }
 }
 
-// Rank 3 goes at once; rank 0, on none of its lines, learns of it as ranks 1 and 2 go.
+// Rank 3 goes at once; rank 0, on none of its axis groups, learns of it as ranks 1 and 2 go.
 TEST(MeshCommunicatorEnd, ALostRankIsAFaultThatNamesTheDimension) {
   const Topology topology = mesh({2, 2});
   Meshes ranks = communicators(topology);

@@ -219,16 +219,16 @@ TEST(MeshCommunicator, RequestsAlongALineAreAmongItsRanks) {
   EXPECT_EQ(*ranks[0]->topology(), topology);
   on_each_rank(6, [&](int rank) {
     const std::vector<int> place = topology.coordinates(rank);
-    for (int line : {0, 1, 0}) {
-      const auto at = static_cast<size_t>(line);
+    for (int dimension : {0, 1, 0}) {
+      const auto at = static_cast<size_t>(dimension);
       const int size = topology.dimensions[at].size;
       std::vector<int32_t> data(5, rank);
       Request request;
       request.dtype = DType::int32;
-      request.line = line;
+      request.dimension = dimension;
       request.recv = {{data.data(), 5}, {nullptr, 0}};
       int32_t sum = 0;
-      for (int other : topology.line(rank, line)) sum += other;
+      for (int other : topology.axis_group(rank, dimension)) sum += other;
       for (auto kind : {Collective::reduce_scatter, Collective::all_gather}) {
         request.kind = kind;
         ranks[static_cast<size_t>(rank)]->run(request);
@@ -241,13 +241,13 @@ TEST(MeshCommunicator, RequestsAlongALineAreAmongItsRanks) {
       request.kind = Collective::all_reduce;
       ranks[static_cast<size_t>(rank)]->run(request);
       EXPECT_EQ(data, std::vector<int32_t>(5, sum * size));
-      // To the n-th rank of the line 10 times this rank, and n.
+      // To the n-th rank of the axis group 10 times this rank, and n.
       std::vector<int32_t> parts(static_cast<size_t>(size));
       for (size_t n = 0; n < parts.size(); ++n) parts[n] = 10 * rank + static_cast<int32_t>(n);
       request.kind = Collective::all_to_all;
       request.recv = request.send = {{parts.data(), size}};
       ranks[static_cast<size_t>(rank)]->run(request);
-      const std::vector<int> others = topology.line(rank, line);
+      const std::vector<int> others = topology.axis_group(rank, dimension);
       for (size_t n = 0; n < parts.size(); ++n) EXPECT_EQ(parts[n], 10 * others[n] + place[at]);
     }
   });
@@ -260,14 +260,14 @@ TEST(MeshCommunicator, RequestsThatCannotGoAlongALineAreRefused) {
   const auto expect_refused = [&](const std::string& why, auto change) {
     Request request;
     request.kind = Collective::all_reduce;
-    request.line = 1;
+    request.dimension = 1;
     request.recv = {{&one, 1}};
     change(request);
     const std::string message = message_of<UsageError>([&] { ranks[0]->run(request); });
     EXPECT_NE(message.find(why), std::string::npos) << message;
   };
-  expect_refused("no dimension 2", [](Request& r) { r.line = 2; });
-  expect_refused("cannot have a line",
+  expect_refused("no dimension 2", [](Request& r) { r.dimension = 2; });
+  expect_refused("cannot have a dimension",
                  [&](Request& r) { r.schedule = schedule(topology, {{0, 1}}); });
   expect_refused("only all_reduces, reduce_scatters, all_gathers and all_to_alls",
                  [](Request& r) { r.kind = Collective::broadcast; });
@@ -312,27 +312,27 @@ class Unusable final : public Communicator {
 };
 
 TEST(MeshCommunicator, CommunicatorsThatDoNotFitAreRefused) {
-  using Lines = std::vector<std::shared_ptr<Communicator>>;
-  Lines flat, line;
+  using Groups = std::vector<std::shared_ptr<Communicator>>;
+  Groups flat, group;
   for (auto& c : make_local_communicators(4)) flat.push_back(std::move(c));
-  for (auto& c : make_local_communicators(2)) line.push_back(std::move(c));
-  const auto expect_refused = [&](const std::string& why, const Lines& lines,
+  for (auto& c : make_local_communicators(2)) group.push_back(std::move(c));
+  const auto expect_refused = [&](const std::string& why, const Groups& axis_groups,
                                   std::shared_ptr<Communicator> over) {
-    const std::string message =
-        message_of<UsageError>([&] { MeshCommunicator(mesh({2, 2}), std::move(over), lines); });
+    const std::string message = message_of<UsageError>(
+        [&] { MeshCommunicator(mesh({2, 2}), std::move(over), axis_groups); });
     EXPECT_NE(message.find(why), std::string::npos) << message;
   };
-  expect_refused("and 1 lines", {line[1]}, flat[1]);
-  expect_refused("'d1' has rank 1 of 2, not 0 of 2", {line[1], line[1]}, flat[1]);
-  expect_refused("'d0' has rank 0 of 2, not 1 of 2", {line[0], line[0]}, flat[1]);
-  expect_refused("'d1' has rank 0 of 1", {line[1], nullptr}, flat[1]);
-  expect_refused("no flat communicator", {line[1], line[0]}, nullptr);
-  expect_refused("of 2 ranks and 2 lines", {line[1], line[0]}, line[1]);
+  expect_refused("and 1 axis groups", {group[1]}, flat[1]);
+  expect_refused("'d1' has rank 1 of 2, not 0 of 2", {group[1], group[1]}, flat[1]);
+  expect_refused("'d0' has rank 0 of 2, not 1 of 2", {group[0], group[0]}, flat[1]);
+  expect_refused("'d1' has rank 0 of 1", {group[1], nullptr}, flat[1]);
+  expect_refused("no flat communicator", {group[1], group[0]}, nullptr);
+  expect_refused("of 2 ranks and 2 axis groups", {group[1], group[0]}, group[1]);
   expect_refused("what the flat communicator does is complete when it is on a stream",
-                 {line[1], line[0]}, std::make_shared<Unusable>(4));
-  expect_refused("what the line of dimension 'd0' does is complete when it is on a stream",
-                 {std::make_shared<Unusable>(2), line[0]}, flat[1]);
-  MeshCommunicator(mesh({2, 2}), flat[1], {line[1], line[0]});
+                 {group[1], group[0]}, std::make_shared<Unusable>(4));
+  expect_refused("what the axis group of dimension 'd0' does is complete when it is on a stream",
+                 {std::make_shared<Unusable>(2), group[0]}, flat[1]);
+  MeshCommunicator(mesh({2, 2}), flat[1], {group[1], group[0]});
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ inline Topology mesh(const std::vector<int>& sizes) {
   return out;
 }
 
-/// What becomes of the communicator of each line, and of the flat one.
+/// What becomes of the communicator of each axis group, and of the flat one.
 using Wrap = std::function<std::shared_ptr<Communicator>(std::unique_ptr<Communicator>)>;
 
 /// By rank; over communicators of threads, `wrapped`.
@@ -40,24 +40,24 @@ inline Meshes communicators(const Topology& topology, const Wrap& wrap = {}) {
     return wrap ? wrap(std::move(made)) : std::shared_ptr<Communicator>(std::move(made));
   };
   const int ranks = topology.ranks();
-  std::vector<std::vector<std::shared_ptr<Communicator>>> lines(static_cast<size_t>(ranks));
-  for (auto& of_rank : lines) of_rank.resize(topology.dimensions.size());
+  std::vector<std::vector<std::shared_ptr<Communicator>>> axis_groups(static_cast<size_t>(ranks));
+  for (auto& of_rank : axis_groups) of_rank.resize(topology.dimensions.size());
   for (int d = 0; d < topology.ndim(); ++d) {
     const auto at = static_cast<size_t>(d);
     for (int rank = 0; rank < ranks; ++rank) {
-      const std::vector<int> line = topology.line(rank, d);
-      if (line.size() == 1 || line[0] != rank) continue;
+      const std::vector<int> group = topology.axis_group(rank, d);
+      if (group.size() == 1 || group[0] != rank) continue;
       auto made = make_local_communicators(topology.dimensions[at].size);
-      for (size_t i = 0; i < line.size(); ++i) {
-        lines[static_cast<size_t>(line[i])][at] = wrapped(std::move(made[i]));
+      for (size_t i = 0; i < group.size(); ++i) {
+        axis_groups[static_cast<size_t>(group[i])][at] = wrapped(std::move(made[i]));
       }
     }
   }
   Meshes out;
   auto flat = make_local_communicators(ranks);
-  for (size_t r = 0; r < lines.size(); ++r) {
+  for (size_t r = 0; r < axis_groups.size(); ++r) {
     out.push_back(
-        std::make_unique<MeshCommunicator>(topology, wrapped(std::move(flat[r])), lines[r]));
+        std::make_unique<MeshCommunicator>(topology, wrapped(std::move(flat[r])), axis_groups[r]));
   }
   return out;
 }

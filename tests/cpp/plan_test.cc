@@ -31,7 +31,7 @@ std::string error_of(std::vector<TensorSpec> tensors, std::vector<Op> ops) {
 TEST(Plan, AcceptsCutsInsideAndAcrossTensors) {
   const Plan plan("test", kTwo, {reduce({{4, 13}}), reduce({{0, 4}, {13, 16}})});
   EXPECT_EQ(plan.numel(), 16);
-  EXPECT_EQ(plan.arena_bytes(), 64);
+  EXPECT_EQ(plan.flat_buffer_bytes(), 64);
   EXPECT_EQ(plan.tensors_of(plan.ops()[0]), (std::vector<int>{0, 1}));
   EXPECT_EQ(plan.bytes(plan.ops()[1]), 28);
   EXPECT_EQ(plan.describe(0), "op 0 (all_reduce, 36 B: a, b)");
@@ -69,7 +69,7 @@ TEST(Plan, SparseTensorsTakeNoRoomAndHaveAnOpEach) {
   tensors.push_back(kSparse);
   const Plan plan("test", tensors, {reduce({{0, 16}}), sparse_op(2)});
   EXPECT_EQ(plan.numel(), 16);
-  EXPECT_EQ(plan.arena_bytes(), 64);
+  EXPECT_EQ(plan.flat_buffer_bytes(), 64);
   EXPECT_EQ(plan.tensors_of(plan.ops()[0]), (std::vector<int>{0, 1}));
   EXPECT_EQ(plan.tensors_of(plan.ops()[1]), (std::vector<int>{2}));
   EXPECT_EQ(plan.bytes(plan.ops()[1]), 5000);
@@ -105,7 +105,7 @@ TEST(Plan, RejectsSparseOpsThatMakeNoSense) {
   EXPECT_NE(error_of({{"s", 0, DType::float32, 0, 9, 8}, {"a", 16, DType::float32, 0}}, {dense})
                 .find("'a' is behind a sparse one"),
             std::string::npos);
-  EXPECT_NE(error_of({{"s", 4, DType::float32, 0, 2, 2}}, {}).find("elements on the line"),
+  EXPECT_NE(error_of({{"s", 4, DType::float32, 0, 2, 2}}, {}).find("elements in the flat buffer"),
             std::string::npos);
 }
 
@@ -170,7 +170,7 @@ TEST(Plan, SegmentsOfAnotherDtypeAreAligned) {
   EXPECT_EQ(plan.byte_offset(2), 8);
   EXPECT_EQ(plan.byte_offset(3), 256);
   EXPECT_EQ(plan.byte_offset(7), 256 + 32);
-  EXPECT_EQ(plan.arena_bytes(), 256 + 40);
+  EXPECT_EQ(plan.flat_buffer_bytes(), 256 + 40);
 }
 
 TEST(Plan, JsonRoundTripsAndHashesAreStable) {

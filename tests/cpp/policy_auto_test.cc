@@ -172,12 +172,12 @@ TEST(Batching, OfManyJobsIsTheBest) {
 TEST(Batching, NoJobsNoBatches) { EXPECT_TRUE(batch_exactly({}, {}, 1).begins.empty()); }
 
 TEST(Draft, WindowsAdmitSoManyOps) {
-  const Plan line("line", {{"a", 100, DType::float32, 0}},
-                  {{Collective::all_reduce, {{0, 100}}, 1, false}});
+  const Plan layout("layout", {{"a", 100, DType::float32, 0}},
+                    {{Collective::all_reduce, {{0, 100}}, 1, false}});
   Draft draft{{{{90, 100}}, {{40, 90}}, {{0, 10}, {20, 40}}, {{10, 20}}}, 2, false};
   const std::vector<double> due = {0};
   const auto windows = [&](const NetworkModel& network) {
-    const Plan plan = build(draft, line, {network, due});
+    const Plan plan = build(draft, layout, {network, due});
     std::vector<int64_t> out;
     for (const Op& op : plan.ops()) {
       EXPECT_FALSE(op.fence);
@@ -194,7 +194,7 @@ TEST(Draft, WindowsAdmitSoManyOps) {
   EXPECT_EQ(windows({}), (std::vector<int64_t>{40, 200, 120, 40}));
   EXPECT_EQ(windows(network), (std::vector<int64_t>{40, 240, 120, 160}));
   draft.split = true;
-  const Plan split = build(draft, line, {network, due});
+  const Plan split = build(draft, layout, {network, due});
   EXPECT_EQ(split.ops().front().kind, Collective::reduce_scatter);
   EXPECT_EQ(split.ops().back().kind, Collective::all_gather);
 }
@@ -206,16 +206,16 @@ TEST(LocalSearch, NeverMakesItWorse) {
     NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 5)), 0.25}}, {}, {{1, 0.125}}};
     network.one_shot = {uniform(rng, 0, 40), 1, 0.25};
     Simulator simulator(p, network, Overlap::forward);
-    const Plan line = make_plan("wfbp", p, network);
+    const Plan layout = make_plan("wfbp", p, network);
     const std::vector<double> due = simulator.due_s();
     for (bool split : {false, true}) {
       Draft draft{{}, static_cast<int>(uniform(rng, 1, 3)), split};
-      for (const Op& op : line.ops()) draft.ops.push_back(op.blocks);
+      for (const Op& op : layout.ops()) draft.ops.push_back(op.blocks);
       const DraftCosts costs(network, due);
-      const double before = simulator.lateness_s(build(draft, line, costs));
-      const double after = LocalSearch(simulator, line, costs, 50000, -1e9).improve(draft);
+      const double before = simulator.lateness_s(build(draft, layout, costs));
+      const double after = LocalSearch(simulator, layout, costs, 50000, -1e9).improve(draft);
       EXPECT_LE(after, before);
-      EXPECT_NEAR(simulator.lateness_s(build(draft, line, costs)), after, 1e-12);
+      EXPECT_NEAR(simulator.lateness_s(build(draft, layout, costs)), after, 1e-12);
     }
   }
 }
@@ -228,15 +228,15 @@ TEST(LocalSearch, SimplifiesWithinItsLimit) {
     NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 5)), 0.25}}, {}, {{1, 0.125}}};
     network.one_shot = {uniform(rng, 0, 40), 1, 0.25};
     Simulator simulator(p, network, Overlap::forward);
-    const Plan line = make_plan("wfbp", p, network);
+    const Plan layout = make_plan("wfbp", p, network);
     const std::vector<double> due = simulator.due_s();
     const DraftCosts costs(network, due);
     const auto lateness_s = [&](const Draft& d) {
-      return simulator.lateness_s(build(d, line, costs));
+      return simulator.lateness_s(build(d, layout, costs));
     };
     Draft draft{{}, static_cast<int>(uniform(rng, 1, 3)), false};
-    for (const Op& op : line.ops()) draft.ops.push_back(op.blocks);
-    LocalSearch search(simulator, line, costs, 0, 0);
+    for (const Op& op : layout.ops()) draft.ops.push_back(op.blocks);
+    LocalSearch search(simulator, layout, costs, 0, 0);
 
     const double limit = lateness_s(draft) + static_cast<double>(uniform(rng, 0, 10));
     Draft some = draft;
@@ -249,11 +249,11 @@ TEST(LocalSearch, SimplifiesWithinItsLimit) {
     Draft all = draft;
     search.simplify(all, kNever);
     const auto shot = [&](const std::vector<Block>& blocks) {
-      return network.one_shot.takes(Collective::all_reduce, line.bytes({{}, blocks}));
+      return network.one_shot.takes(Collective::all_reduce, layout.bytes({{}, blocks}));
     };
     for (size_t op = 0; op + 1 < all.ops.size(); ++op) {
       const auto &one = all.ops[op], &next = all.ops[op + 1];
-      const bool of_one_dtype = line.dtype(one.front()) == line.dtype(next.front());
+      const bool of_one_dtype = layout.dtype(one.front()) == layout.dtype(next.front());
       EXPECT_FALSE(of_one_dtype && !shot(one) && !shot(next));
     }
     for (const auto& before : draft.ops) {
@@ -280,10 +280,10 @@ TEST(LocalSearch, CutsOffWhatFitsInOneShot) {
   NetworkModel network{4, {{100, 0.01}}};
   network.one_shot = {64, 1, 0.25};
   Simulator simulator(p, network, Overlap::forward);
-  const Plan line = make_plan("wfbp", p, network);
+  const Plan layout = make_plan("wfbp", p, network);
   const std::vector<double> due = simulator.due_s();
   Draft draft{{{{0, 16}, {3016, 4016}}, {{16, 3016}}}, 1, false};
-  LocalSearch search(simulator, line, {network, due}, 0, kNever);
+  LocalSearch search(simulator, layout, {network, due}, 0, kNever);
   EXPECT_LE(search.improve(draft), 0);
   EXPECT_NE(std::find(draft.ops.begin(), draft.ops.end(), std::vector<Block>{{0, 16}}),
             draft.ops.end());

@@ -109,7 +109,7 @@ TEST(DearExact, KeepsTheGivenSizeWhereNoneIsBetter) {
             ops_of(make_plan("dear", p, {}, fusion(80))));
 }
 
-TEST(DearExact, IsNoWorseThanAnySizeOnLongLines) {
+TEST(DearExact, IsNoWorseThanAnySizeOnLongJobs) {
   std::mt19937 rng(32);
   for (int i = 0; i < 6; ++i) {
     const Profile p = random_chain(rng, 300, 1e7);

@@ -32,7 +32,7 @@ std::vector<std::vector<Block>> merged(const Profile& p, AlphaBeta cost) {
   const size_t count = p.tensors.size();
   std::vector<double> time_s(count), start_s(count);
   std::vector<int64_t> bytes;
-  std::vector<bool> joins(count);  // the op of the tensor before it on the line
+  std::vector<bool> joins(count);  // the op of the tensor before it in the flat buffer
   for (const TensorSpec& t : p.tensors) bytes.push_back(4 * t.numel);
   for (size_t i = 0; i < count; ++i) time_s[i] = cost.time_s(bytes[i]);
   const auto restart = [&] {

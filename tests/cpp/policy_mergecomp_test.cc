@@ -33,7 +33,7 @@ Job random_coded_job(std::mt19937& rng, int64_t tensors, bool coded) {
   Job job;
   job.profile = random_job(rng, tensors, 1e7);
   job.network = random_network(rng);
-  if (uniform(rng, 0, 1)) {  // then it matters which of them are neighbours on the line
+  if (uniform(rng, 0, 1)) {  // then it matters which of them are neighbours in the flat buffer
     job.network.pack_s_per_byte = 1e-7;
     std::shuffle(job.profile.ready_s.begin(), job.profile.ready_s.end(), rng);
   }

@@ -173,7 +173,7 @@ TEST(Wfbp, OneFencedOpForEachTensorInBackwardOrder) {
   for (const Op& op : plan.ops()) EXPECT_TRUE(op.fence);
 }
 
-TEST(Ddp, SmallFirstBucketThenFullOnesFromTheEndOfTheLine) {
+TEST(Ddp, SmallFirstBucketThenFullOnesFromTheEndOfTheBuffer) {
   PolicyOptions options;
   options.first_bucket_bytes = kMB;
   options.bucket_bytes = 4 * kMB;

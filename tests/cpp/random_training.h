@@ -94,10 +94,11 @@ void with_type(DType dtype, Body body) {
   }
 }
 
-inline void write_gradient(const Plan& plan, std::byte* arena, int tensor, int rank, int64_t step) {
+inline void write_gradient(const Plan& plan, std::byte* flat_buffer, int tensor, int rank,
+                           int64_t step) {
   const TensorSpec& spec = plan.tensors()[static_cast<size_t>(tensor)];
   with_type(spec.dtype, [&]<typename T>(T) {
-    std::byte* out = arena + plan.byte_offset(spec.offset);
+    std::byte* out = flat_buffer + plan.byte_offset(spec.offset);
     for (int64_t i = 0; i < spec.numel; ++i) {
       const T value = gradient<T>(rank, step, spec.offset + i);
       std::memcpy(out + i * static_cast<int64_t>(sizeof(T)), &value, sizeof(T));
@@ -106,11 +107,11 @@ inline void write_gradient(const Plan& plan, std::byte* arena, int tensor, int r
 }
 
 /// Fails the test once if an element of the tensor is not, bit for bit, the sum over the ranks.
-inline void expect_sum(const Plan& plan, const std::byte* arena, int tensor, int ranks,
+inline void expect_sum(const Plan& plan, const std::byte* flat_buffer, int tensor, int ranks,
                        int64_t step) {
   const TensorSpec& spec = plan.tensors()[static_cast<size_t>(tensor)];
   with_type(spec.dtype, [&]<typename T>(T) {
-    const std::byte* in = arena + plan.byte_offset(spec.offset);
+    const std::byte* in = flat_buffer + plan.byte_offset(spec.offset);
     int64_t wrong = 0;
     for (int64_t i = 0; i < spec.numel; ++i) {
       const T want = gradient_sum<T>(ranks, step, spec.offset + i);

@@ -103,18 +103,18 @@ TEST(Routes, CarryingOutAScheduleTakesWhatFindingItTook) {
 
 TEST(Routes, PhasesInHandShareADimension) {
   // Each of two chunks of 20 bytes sends 10 of them down and 10 up, at 10 bytes a second.
-  const Topology line{{{"a", 2, 10, 1}}};
+  const Topology one{{{"a", 2, 10, 1}}};
   MeshSchedule schedule{kWhole, {{0}, {0}}, {{{0, 0, 0}, {0, 1, 0}, {0, 0, 1}, {0, 1, 1}}}};
-  EXPECT_DOUBLE_EQ(simulate_schedule(line, schedule, 40, 1), 8);  // 4 times 1 s + 1 s
-  EXPECT_DOUBLE_EQ(simulate_schedule(line, schedule, 40, 2), 6);  // twice 1 s + 2 s
-  EXPECT_THROW(simulate_schedule(line, schedule, 40, 0), UsageError);
-  EXPECT_THROW(simulate_schedule(line, schedule, -1), UsageError);
+  EXPECT_DOUBLE_EQ(simulate_schedule(one, schedule, 40, 1), 8);  // 4 times 1 s + 1 s
+  EXPECT_DOUBLE_EQ(simulate_schedule(one, schedule, 40, 2), 6);  // twice 1 s + 2 s
+  EXPECT_THROW(simulate_schedule(one, schedule, 40, 0), UsageError);
+  EXPECT_THROW(simulate_schedule(one, schedule, -1), UsageError);
 }
 
 TEST(Routes, SchedulesOfOtherTopologiesAreRefused) {
   const MeshSchedule route = best_route(slow_inside(), 4 * kMega).schedule;
-  const Topology line{{{"a", 4, 1e9}}};
-  EXPECT_THROW(simulate_schedule(line, route, 1), UsageError);
+  const Topology one{{{"a", 4, 1e9}}};
+  EXPECT_THROW(simulate_schedule(one, route, 1), UsageError);
 }
 
 // Inner first alone keeps the slow dimension busy with all bytes, outer first with half of them.

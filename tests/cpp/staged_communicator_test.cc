@@ -362,7 +362,7 @@ TEST_F(StagedFaultTest, BadRequestsAndOptionsAreRefused) {
   bad.scale = 0.5;
   EXPECT_NE(message_of<UsageError>([&] { staged->run(bad); }).find("scale"), std::string::npos);
   bad = request();
-  bad.line = 0;
+  bad.dimension = 0;
   EXPECT_NE(message_of<UsageError>([&] { staged->run(bad); }).find("no dimension 0"),
             std::string::npos);
   const auto make = [&](StagedOptions options) {

@@ -11,7 +11,7 @@
 
 namespace usbyte::test {
 
-/// A mesh of emulated devices, over a FakeNccl for all and one for each line.
+/// A mesh of emulated devices, over a FakeNccl for all and one for each axis group.
 class StreamMeshRig {
  public:
   StreamMeshRig(Topology topology, int slots, FakeNcclOptions fake = {},
@@ -21,7 +21,7 @@ class StreamMeshRig {
     for (auto& of_dimension : ids_) of_dimension.resize(static_cast<size_t>(topology_.ranks()));
     for (int d = 0; d < topology_.ndim(); ++d) {
       for (int rank = 0; rank < topology_.ranks(); ++rank) {
-        if (topology_.line(rank, d)[0] != rank) continue;
+        if (topology_.axis_group(rank, d)[0] != rank) continue;
         std::vector<NcclId>& ids = ids_[static_cast<size_t>(d)][static_cast<size_t>(rank)];
         for (int i = 0; i < kPhasesInFlight; ++i) rig_.nccl().unique_id(&ids.emplace_back());
       }
@@ -36,19 +36,19 @@ class StreamMeshRig {
   void on_each(Body body, int slots, const NcclOptions& options = {}) {
     on_each_rank(topology_.ranks(), [&](int rank) {
       FakeNccl::process = rank;
-      std::vector<std::shared_ptr<Communicator>> lines;
+      std::vector<std::shared_ptr<Communicator>> axis_groups;
       std::shared_ptr<Communicator> flat = rig_.make(rank, options);
       for (int d = 0; d < topology_.ndim(); ++d) {
-        const std::vector<int> line = topology_.line(rank, d);
-        auto& its = lines.emplace_back();
-        if (line.size() == 1) continue;
+        const std::vector<int> group = topology_.axis_group(rank, d);
+        auto& its = axis_groups.emplace_back();
+        if (group.size() == 1) continue;
         its = std::make_shared<NcclCommunicator>(
             rig_.shared_nccl(), rig_.shared_device(rank),
-            topology_.coordinates(rank)[static_cast<size_t>(d)], static_cast<int>(line.size()),
-            ids_[static_cast<size_t>(d)][static_cast<size_t>(line[0])], options);
+            topology_.coordinates(rank)[static_cast<size_t>(d)], static_cast<int>(group.size()),
+            ids_[static_cast<size_t>(d)][static_cast<size_t>(group[0])], options);
       }
       StreamMeshCommunicator mesh(topology_, rig_.shared_device(rank), std::move(flat),
-                                  std::move(lines), slots);
+                                  std::move(axis_groups), slots);
       body(rank, mesh);
     });
     FakeNccl::process.reset();
@@ -57,7 +57,8 @@ class StreamMeshRig {
  private:
   const Topology topology_;
   NcclRig rig_;
-  std::vector<std::vector<std::vector<NcclId>>> ids_;  // by dimension, and first rank of the line
+  std::vector<std::vector<std::vector<NcclId>>>
+      ids_;  // by dimension, and first rank of the axis group
 };
 
 }  // namespace usbyte::test

@@ -220,7 +220,7 @@ TEST(StreamMesh, ChunksOnDifferentLinesRunSideBySide) {
   StreamMeshRig rig(mesh({2, 2}), 1);
   run_all<float>(rig, {{{64}, schedule(mesh({2, 2}), {{0, 1}, {1, 0}})}}, 1);
   for (const Begin& begin : rig.rig().device(0).begins()) {
-    // In pairs, one on each line.
+    // In pairs, one on each axis group.
     if (begin.op % 2 == 1) {
       EXPECT_FALSE(begin.over.contains(begin.op - 1)) << begin.op;
     }
@@ -233,22 +233,22 @@ TEST(StreamMesh, RequestsAlongALineAreAmongItsRanks) {
   rig.on_each(
       [&](int rank, StreamMeshCommunicator& mesh) {
         TracedCuda& cuda = rig.rig().device(rank);
-        for (int line : {0, 1, 2, 1}) {
+        for (int dimension : {0, 1, 2, 1}) {
           int32_t sum = 0;
-          for (int other : topology.line(rank, line)) sum += other;
+          for (int other : topology.axis_group(rank, dimension)) sum += other;
           std::vector<int32_t> data(5, rank);
           for (auto kind : {Collective::reduce_scatter, Collective::all_gather}) {
             const OrderEvents events(cuda, {});
             Request request;
             request.kind = kind;
             request.dtype = DType::int32;
-            request.line = line;
+            request.dimension = dimension;
             request.recv = {{data.data(), 5}};
             request.order = events.order();
             Pending(mesh, request).get();
             cuda.synchronize(events.order().done);
           }
-          EXPECT_EQ(data, std::vector<int32_t>(5, sum)) << "line " << line;
+          EXPECT_EQ(data, std::vector<int32_t>(5, sum)) << "dimension " << dimension;
         }
       },
       2);
@@ -337,7 +337,7 @@ TEST(StreamMesh, WhatCannotBeIsRefusedAndHarmsNothing) {
         expect_refused("only all_reduces have one",
                        [](Request& r) { r.kind = Collective::broadcast; });
         expect_refused("do not scale", [](Request& r) { r.scale = 0.5; });
-        expect_refused("no dimension 2", [](Request& r) { r.line = 2, r.schedule = nullptr; });
+        expect_refused("no dimension 2", [](Request& r) { r.dimension = 2, r.schedule = nullptr; });
         expect_refused("no routes", [](Request& r) {
           r.schedule =
               std::make_shared<MeshSchedule>(MeshSchedule{Collective::all_reduce, {}, {{}, {}}});
@@ -364,7 +364,8 @@ TEST(StreamMesh, WhatCannotBeIsRefusedAndHarmsNothing) {
       1);
 }
 
-// The rank that is lost keeps a line busy that is not aborted first, and others wait behind it.
+// The rank that is lost keeps an axis group busy that is not aborted first, and others wait behind
+// it.
 TEST(StreamMesh, AnAbortEndsWhatALostRankLeftOnTheDevice) {
   for (int lost : {2, 3}) {
     const Topology topology = mesh({2, 2});

@@ -23,15 +23,15 @@ TEST(Topology, RanksAndCoordinatesAreOneToOne) {
       EXPECT_TRUE(seen.insert(at).second);
       EXPECT_EQ(topology.rank(at), rank);
       for (int d = 0; d < topology.ndim(); ++d) {
-        const std::vector<int> line = topology.line(rank, d);
+        const std::vector<int> group = topology.axis_group(rank, d);
         const auto dimension = static_cast<size_t>(d);
-        ASSERT_EQ(std::ssize(line), topology.dimensions[dimension].size);
-        EXPECT_TRUE(std::ranges::is_sorted(line));
-        EXPECT_EQ(line[static_cast<size_t>(at[dimension])], rank);
-        for (size_t i = 0; i < line.size(); ++i) {
+        ASSERT_EQ(std::ssize(group), topology.dimensions[dimension].size);
+        EXPECT_TRUE(std::ranges::is_sorted(group));
+        EXPECT_EQ(group[static_cast<size_t>(at[dimension])], rank);
+        for (size_t i = 0; i < group.size(); ++i) {
           std::vector<int> expected = at;
           expected[dimension] = static_cast<int>(i);
-          EXPECT_EQ(topology.coordinates(line[i]), expected);
+          EXPECT_EQ(topology.coordinates(group[i]), expected);
         }
       }
     }
@@ -43,13 +43,13 @@ TEST(Topology, TheInnermostCoordinateIsTheFastest) {
   const Topology topology{{{"node", 4}, {"rack", 3}, {"row", 2}}};
   EXPECT_EQ(topology.ranks(), 24);
   EXPECT_EQ(topology.coordinates(4 * 3 + 4 * 2 + 1), (std::vector{1, 2, 1}));
-  EXPECT_EQ(topology.line(5, 0), (std::vector{4, 5, 6, 7}));
-  EXPECT_EQ(topology.line(5, 1), (std::vector{1, 5, 9}));
-  EXPECT_EQ(topology.line(5, 2), (std::vector{5, 17}));
+  EXPECT_EQ(topology.axis_group(5, 0), (std::vector{4, 5, 6, 7}));
+  EXPECT_EQ(topology.axis_group(5, 1), (std::vector{1, 5, 9}));
+  EXPECT_EQ(topology.axis_group(5, 2), (std::vector{5, 17}));
   for (int rank : {-1, 24}) EXPECT_THROW(topology.coordinates(rank), UsageError);
   EXPECT_THROW(topology.rank({0, 3, 0}), UsageError);
   EXPECT_THROW(topology.rank({0, 0}), UsageError);
-  EXPECT_THROW(topology.line(0, 3), UsageError);
+  EXPECT_THROW(topology.axis_group(0, 3), UsageError);
   const Topology among = topology.among({2, 1, 2});
   EXPECT_EQ(among.ranks(), 4);
   EXPECT_EQ(topology.among({}), topology);

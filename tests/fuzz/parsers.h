@@ -7,10 +7,10 @@
 
 #include "usbyte/codec_costs.h"
 #include "usbyte/error.h"
-#include "usbyte/topology.h"
 #include "usbyte/network.h"
 #include "usbyte/plan.h"
 #include "usbyte/profile.h"
+#include "usbyte/topology.h"
 
 namespace usbyte::test {
 
@@ -36,7 +36,7 @@ inline void check_parser(std::string_view input) {
         if (plan.hash() != Plan::from_json(plan.to_json()).hash()) {
           throw std::logic_error("a plan that was read again has another hash");
         }
-        (void)plan.arena_bytes();
+        (void)plan.flat_buffer_bytes();
         for (size_t i = 0; i < std::min<size_t>(plan.ops().size(), 8); ++i) {
           (void)plan.describe(static_cast<int>(i));
         }

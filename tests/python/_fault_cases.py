@@ -103,7 +103,7 @@ class LabCase(Case):
 GONE = rf"FaultError: rank {CULPRIT} \(host \S+, pid \d+\) is gone or frozen: it does not answer"
 BEHIND = rf"FaultError: rank {CULPRIT} has not begun backward of step {STEPS + 1}"
 UNREACHED = "FaultError: rank 0 or the launcher, which holds the store of this job, has ended or"
-UNKNOWN = "how far the other ranks have come cannot be found out"
+UNKNOWN = "the progress of the other ranks is unknown"
 # On a busy machine any rank may have waited for another, and have said so.
 NOTHING = "^nothing$|^logged: .*(a rank may be slow, stuck or lost|has waited)"
 
@@ -163,7 +163,7 @@ CASES = [
         "a rank leaves the training before the others",
         faults.leaves,
         STALL,
-        rf"FaultError: rank {CULPRIT} \(.*\) has shut down, the others go on",
+        rf"FaultError: rank {CULPRIT} \(.*\) has shut down while the others go on",
         NOTHING,
         f"step {STEPS}",
         f"step {STEPS}",
@@ -186,7 +186,7 @@ CASES = [
         # It is told by the network, or where it uses parameters, whichever it comes to first.
         rf"FaultError: [^\n]*rank {CULPRIT} .* is gone or frozen",
         f"step {STEPS}",
-        "the others have gone on without this rank",
+        "the other ranks have continued without this rank",
         args=("{folder}",),
     ),
     LabCase(

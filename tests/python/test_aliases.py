@@ -33,7 +33,7 @@ def _stale_aliases(rank, size, overlap, begins):
         seen = [alias.clone() for alias in aliases]
         if aliases and not all(map(torch.equal, seen, [model[0].weight, model[2].bias])):
             stale.append(k)
-    return stale, sum("keeps other tensors over the memory of" in text for text in told)
+    return stale, sum("keeps tensors that share memory with" in text for text in told)
 
 
 def test_a_kept_state_dict_is_up_to_date():

@@ -55,7 +55,7 @@ def test_rules_say_which_parameters():
             choices_of(rules, names, params)
     several = ["fp16", "int8"]
     for rules in (iter(several), set(several), b"fp16", np.array(several), dict(fp16=1).keys()):
-        with pytest.raises(UsageError, match="give a list of codecs, the least lossy first"):
+        with pytest.raises(UsageError, match="is not a list of codecs; give a list"):
             choices_of(rules, names, params)
     assert choices_of(tuple(several), names, params) == choices_of(several, names, params)
     with pytest.raises(UsageError, match="above 0"):
@@ -104,7 +104,7 @@ def test_plans_are_split_by_codec():
     assert [(op.kind, op.codec) for op in shards.ops] == [
         ("reduce_scatter", "int8"), ("all_gather", "none"), ("all_gather", "none")
     ]  # fmt: skip
-    with pytest.raises(UsageError, match="signsgd cannot serve a sharded optimizer"):
+    with pytest.raises(UsageError, match="signsgd does not support a sharded"):
         _core.with_codecs(plan, 5 * ["signsgd"], True)
 
 
@@ -465,7 +465,7 @@ def differs(rank, size):
         ub.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0), compression=["fp16", "bf16"][rank]
         )
-    with pytest.raises(UsageError, match=r"signsgd does not go with shard_optimizer=True"):
+    with pytest.raises(UsageError, match=r"signsgd does not support shard_optimizer=True"):
         ub.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0), overlap="forward", shard_optimizer=True,
             compression="signsgd",

@@ -85,7 +85,7 @@ def waits_in_vain(_rank, _size, rank):
     where = f"127.0.0.1, port {cluster.master_port}"
     said = [
         f"rank 1 of 2 did not come to {where} within 1 s",
-        f"rank 1 of 2 has waited 1 s for rank 0 at {where} in vain",
+        f"rank 1 of 2 could not connect to rank 0 at {where} within 1 s",
     ][rank]
     with pytest.raises(UsageError, match=said + ".*MASTER_PORT.*raise USBYTE_START_LIMIT_S"):
         default_group.init_default_group(cluster, Env.read(), timedelta(seconds=1000))

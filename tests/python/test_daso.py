@@ -505,7 +505,11 @@ def faults(rank, size, slots, how):
     [
         (2, "kill", "rank 1 .* is gone or frozen"),
         (1, "kill", "rank 1 .* is gone or frozen"),
-        (1, "sleep", "rank 1 has not begun exchange 4 of .* exchange 4 of .* has been waited for"),
+        (
+            1,
+            "sleep",
+            "rank 1 has not begun node averaging 4.*: node averaging 4 has been waited",
+        ),
     ],
 )
 def test_a_lost_rank_is_a_fault_on_every_rank(slots, how, said):
@@ -518,7 +522,7 @@ def test_a_lost_rank_is_a_fault_on_every_rank(slots, how, said):
     assert len(texts) == len(results) - 1
     warned = [line for r in results if r is not None for line in r[3]]
     if how == "sleep":  # by the one that asks first
-        late = "lost: rank 1 (has not begun exchange 4|.* does not answer)"
+        late = "lost: rank 1 (has not begun node averaging 4|.* does not answer)"
         assert any(re.search(late, line) for line in warned), warned
     for text, seconds, left, _ in (r for r in results if r is not None):
         assert re.search(said, text), text

@@ -11,7 +11,7 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 
 _MODES = ("backward", "forward", "auto")
-_STEPS = 8  # beyond the first plan, so that the arena has moved
+_STEPS = 8  # beyond the first plan, so that the flat buffer has moved
 
 
 class _Model(nn.Module):

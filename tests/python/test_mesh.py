@@ -94,7 +94,7 @@ def learned(rank, size, policy, topology):
     return found.to_json() if found is not None else None, routes
 
 
-def test_lines_are_measured():
+def test_dimensions_are_measured():
     found = run_ranks(4, learned, "auto", "2x2", env=LEARN_FAST)
     assert len({text for text, _ in found}) == 1
     dimensions = _core.Topology.from_json(found[0][0]).dimensions
@@ -124,13 +124,12 @@ def adapted(profile, network):
     names = ["none" if t.name == CONTROL_TENSOR else "topk:0.1" for t in profile.tensors]
     coded = _core.with_codecs(usual, names)
     mesh = network.topology
-    ways = [
-        next(
-            (w for w in _core.line_ways(op, mesh) if w.sum_line == 1 and w.scatter != "none"), None
-        )
-        for op in coded.ops
-    ]
-    return _core.along_lines(coded, mesh, ways)
+
+    def serves(path):
+        return path.sum_dimension == 1 and path.scatter != "none"
+
+    paths = [next(filter(serves, _core.dimension_paths(op, mesh)), None) for op in coded.ops]
+    return _core.along_dimensions(coded, mesh, paths)
 
 
 def compressed(rank, size, topology, spec, policy="ddp", on_device=False):
@@ -174,7 +173,7 @@ def compressed(rank, size, topology, spec, policy="ddp", on_device=False):
         compression={"*": spec},
     )  # fmt: skip
     ub.shutdown()
-    coded = {f"{op.kind} {op.line} {op.codec}" for op in plans[-1].ops if op.codec != "none"}
+    coded = {f"{op.kind} {op.dimension} {op.codec}" for op in plans[-1].ops if op.codec != "none"}
     return difference(got, expected), sorted(coded), max(masses), left, set(places) == {on_device}
 
 
@@ -184,8 +183,8 @@ def shares(memory, plan, rank):
         return [0.0, 0.0]
     own = torch.zeros(plan.numel, dtype=torch.bool)
     for op in plan.ops:
-        if op.kind == "all_reduce" and op.line >= 0:
-            inside = (rank // 2, rank % 2)[op.line]  # the coordinate in the other one of two
+        if op.kind == "all_reduce" and op.dimension >= 0:
+            inside = (rank // 2, rank % 2)[op.dimension]  # the coordinate in the other one of two
             for begin, end in op.blocks:
                 half = -(-(end - begin) // 2)
                 own[begin + inside * half : min(begin + half + inside * half, end)] = True
@@ -256,7 +255,7 @@ def joins(rank, size, topology):
         left = ub.allreduce(unsent, op=ub.Sum)
         assert torch.allclose(left - weight.detach(), ub.allreduce(produced), atol=1e-4)
         assert left.abs().max() > 1e-2
-    coded = sorted({f"{op.kind} {op.line}" for op in optimizer.plan.ops if op.codec != "none"})
+    coded = sorted({f"{op.kind} {op.dimension}" for op in optimizer.plan.ops if op.codec != "none"})
     assert coded == ["all_reduce 1", "reduce_scatter 0"]
     optimizer.close()
 
@@ -289,7 +288,7 @@ def test_each_op_goes_the_way_that_is_predicted_to_be_the_fastest():
         timed = set(plans._own)
         assert plans.routed(plan, profile, network) == plan
         assert set(plans._own) == timed  # nothing that no op can have
-        coded = {(op.kind, op.line, op.codec) for op in plan.ops if op.codec != "none"}
+        coded = {(op.kind, op.dimension, op.codec) for op in plan.ops if op.codec != "none"}
         return coded, after / before
 
     # So slow that coding does not count: inside, messages of 3/4 are sent, and between twice those
@@ -316,11 +315,11 @@ def coded_everywhere(profile, network):
     ]
     coded = _core.with_codecs(usual, names)
     codecs = {"topk:1": ("topk:1", "topk:1", "topk:1,feedback=off"), "fp16": ("fp16",) * 3}
-    ways = [
-        _core.LineWay(i % 2, *codecs[op.codec]) if op.codec in codecs else None
+    paths = [
+        _core.DimensionPath(i % 2, *codecs[op.codec]) if op.codec in codecs else None
         for i, op in enumerate(coded.ops)
     ]
-    return _core.along_lines(coded, network.topology, ways)
+    return _core.along_dimensions(coded, network.topology, paths)
 
 
 def trained_everywhere(rank, size, on_device):
@@ -350,8 +349,8 @@ def test_what_is_remembered_moves_to_who_sends_it():
     mesh = _core.Topology([_core.Dimension("in", 2, 1e9), _core.Dimension("out", 2, 1e9)])
     tensors = [_core.TensorSpec("a", 7, "float32", 0), _core.TensorSpec("b", 6, "float32", 7)]
     whole = _core.Plan("t", tensors, [_core.Op("all_reduce", [(0, 7), (7, 13)], codec="topk:0.5")])
-    along = _core.along_lines(whole, mesh, [_core.LineWay(1, sum="topk:0.5")])
-    both = _core.along_lines(whole, mesh, [_core.LineWay(1, "topk:0.5", "topk:0.5")])
+    along = _core.along_dimensions(whole, mesh, [_core.DimensionPath(1, sum="topk:0.5")])
+    both = _core.along_dimensions(whole, mesh, [_core.DimensionPath(1, "topk:0.5", "topk:0.5")])
     ranks = [CodecState() for _ in range(4)]
     generator = torch.Generator().manual_seed(0)
     for rank, memory in enumerate(ranks):
@@ -422,10 +421,10 @@ def test_meshes_that_are_none_are_refused_on_every_rank(case, told):
 def foreign(rank, size, topology):
     """A plan whose routes are of another mesh."""
     ub.init()
-    line = _core.Topology([_core.Dimension("all", size, 1e9)])
+    alone = _core.Topology([_core.Dimension("all", size, 1e9)])
 
     def policy(profile, network):
-        return scattered(profile, network.with_topology(line))
+        return scattered(profile, network.with_topology(alone))
 
     model = nn.Linear(8, 8)
     optimizer = ub.DistributedOptimizer(

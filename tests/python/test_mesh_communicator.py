@@ -30,16 +30,16 @@ def schedule(mesh, routes):
 
 
 def communicators(mesh, make):
-    """A mesh communicator for each rank; make(size) makes those of a line."""
-    lines = [[None] * len(mesh.dimensions) for _ in range(mesh.ranks)]
+    """A mesh communicator for each rank; make(size) makes those of an axis group."""
+    groups = [[None] * len(mesh.dimensions) for _ in range(mesh.ranks)]
     for d, dimension in enumerate(mesh.dimensions):
         for rank in range(mesh.ranks):
-            line = mesh.line(rank, d)
-            if line[0] == rank and dimension.size > 1:
-                for member, made in zip(line, make(dimension.size), strict=True):
-                    lines[member][d] = made
+            group = mesh.axis_group(rank, d)
+            if group[0] == rank and dimension.size > 1:
+                for member, made in zip(group, make(dimension.size), strict=True):
+                    groups[member][d] = made
     flat = make(mesh.ranks)
-    return [_core.MeshCommunicator(mesh, flat[r], lines[r]) for r in range(mesh.ranks)]
+    return [_core.MeshCommunicator(mesh, flat[r], groups[r]) for r in range(mesh.ranks)]
 
 
 def on_each_rank(ranks, body):
@@ -123,12 +123,12 @@ def test_sums(threads, make_python_communicators):
 
 def test_errors_name_the_culprit():
     mesh = topology(2, 1)
-    flat, line = _core.make_local_communicators(2), _core.make_local_communicators(2)
+    flat, group = _core.make_local_communicators(2), _core.make_local_communicators(2)
     with pytest.raises(UsageError, match="'d0' has rank 0 of 1, not 1 of 2"):
         _core.MeshCommunicator(mesh, flat[1], [None, None])
     with pytest.raises(TypeError):
-        _core.MeshCommunicator(mesh, None, [line[1], None])
-    ranks = [_core.MeshCommunicator(mesh, flat[r], [line[r], None]) for r in range(2)]
+        _core.MeshCommunicator(mesh, None, [group[1], None])
+    ranks = [_core.MeshCommunicator(mesh, flat[r], [group[r], None]) for r in range(2)]
     how = schedule(mesh, [[0]])
     with pytest.raises(UsageError, match="is negative"):
         ranks[0].all_reduce([(0, -1)], schedule=how)
@@ -158,13 +158,13 @@ def test_the_end_waits_without_the_gil():
     """Completions need it while the communicator's end waits for them."""
     tickets = SimpleQueue()
     flat = _core.PythonCommunicator(0, 2, lambda ticket, *_: tickets.put(ticket))
-    line = _core.make_local_communicators(2)[0]
+    group = _core.make_local_communicators(2)[0]
     plan = _core.Plan(
         "test", [_core.TensorSpec("a", 4)], [_core.Op("all_reduce", [(0, 4)], 1 << 20)]
     )
-    arena = array.array("f", [1.0] * (plan.arena_bytes // 4))
-    mine = _core.MeshCommunicator(topology(2), flat, [line])
-    engine = _core.Engine(plan, arena.buffer_info()[0], mine)
+    flat_buffer = array.array("f", [1.0] * (plan.flat_buffer_bytes // 4))
+    mine = _core.MeshCommunicator(topology(2), flat, [group])
+    engine = _core.Engine(plan, flat_buffer.buffer_info()[0], mine)
     engine.begin_step()
     engine.ready(0)
     ticket = tickets.get(timeout=20)
@@ -178,7 +178,7 @@ def test_the_end_waits_without_the_gil():
 
     completer = threading.Timer(0.1, complete)
     completer.start()
-    del engine, mine, line
+    del engine, mine, group
     assert completed
     completer.join(20)
 
@@ -197,8 +197,8 @@ def launching():
     plan = _core.Plan(
         "test", [_core.TensorSpec("a", 4)], [_core.Op("all_reduce", [(0, 4)], 1 << 20)]
     )
-    arena = array.array("f", [1.0] * (plan.arena_bytes // 4))
-    engine = _core.Engine(plan, arena.buffer_info()[0], mine)
+    flat_buffer = array.array("f", [1.0] * (plan.flat_buffer_bytes // 4))
+    engine = _core.Engine(plan, flat_buffer.buffer_info()[0], mine)
     engine.begin_step()
     engine.ready(0)
     ticket = tickets.get(timeout=20)
@@ -236,8 +236,8 @@ def test_an_engine_is_closed_although_another_thread_fails_it(launching):
 
 def test_abort_ends_who_waits():
     tickets = SimpleQueue()
-    line = _core.PythonCommunicator(0, 2, lambda ticket, *_: tickets.put(ticket))
-    mine = _core.MeshCommunicator(topology(2), _core.make_local_communicators(2)[0], [line])
+    group = _core.PythonCommunicator(0, 2, lambda ticket, *_: tickets.put(ticket))
+    mine = _core.MeshCommunicator(topology(2), _core.make_local_communicators(2)[0], [group])
     data = array.array("f", [1.0] * 4)
     span = (data.buffer_info()[0], 4)
 
@@ -249,11 +249,11 @@ def test_abort_ends_who_waits():
         scheduled = pool.submit(waits)
         ticket = tickets.get(timeout=20)
         mine.abort()
-        line.complete(ticket)
+        group.complete(ticket)
         scheduled.result(20)
 
 
-def test_lines_live_as_long_as_it_and_no_longer():
+def test_axis_groups_live_as_long_as_it_and_no_longer():
     class Launch:
         def __call__(self, ticket, *_):
             tickets.append(ticket)
@@ -261,9 +261,9 @@ def test_lines_live_as_long_as_it_and_no_longer():
     tickets = []
     launch = Launch()
     seen = weakref.ref(launch)
-    line = _core.PythonCommunicator(0, 2, launch)
-    mine = _core.MeshCommunicator(topology(2), _core.make_local_communicators(2)[0], [line])
-    del line, launch
+    group = _core.PythonCommunicator(0, 2, launch)
+    mine = _core.MeshCommunicator(topology(2), _core.make_local_communicators(2)[0], [group])
+    del group, launch
     gc.collect()
     assert seen() is not None
     mine.abort()

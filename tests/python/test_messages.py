@@ -47,7 +47,7 @@ STATE = {
             "last": [{"step": 3, "op": "all_reduce", "launched_s": 0.5, "took_s": None}],
         },
         "optimizer.2": {},
-        "optimizer.3": {"step": 4, "phase": "exchange"},
+        "optimizer.3": {"step": 4, "phase": "averaging"},
     },
     "eager": ["allreduce 'x'"],
 }
@@ -120,7 +120,7 @@ def test_verdicts_that_nobody_sends_are_refused(change):
 def test_no_rank_stands_in_for_what_zeros_change():
     fields = json.loads(VERDICTS[2].to_json())
     fields["join_with_zeros"]["op"] = "max"
-    with pytest.raises(MismatchError, match="zeros cannot stand in"):
+    with pytest.raises(MismatchError, match="zeros cannot replace"):
         MatchResult.from_json(json.dumps(fields))
 
 

@@ -186,25 +186,25 @@ def makes_lines(rank, size, library):
     mesh = connect(context, device, "3x1x2")
     assert isinstance(mesh, MeshCommunicator)
     assert not mesh.is_measured
-    topology, cuda, flat, lines, slots = mesh.core.args
+    topology, cuda, flat, groups, slots = mesh.core.args
     assert [d.size for d in topology.dimensions] == [3, 1, 2]
     assert cuda is device.core
     assert slots == 2
     assert mesh.allocate(8).device.type == "cpu"
-    made = [core and [*core.args[2:4], [i.hex() for i in core.args[4]]] for core in [flat, *lines]]
+    made = [core and [*core.args[2:4], [i.hex() for i in core.args[4]]] for core in [flat, *groups]]
     mesh.close()
     assert flat.args is None
-    assert [line and line.args for line in lines] == [None] * 3
+    assert [group and group.args for group in groups] == [None] * 3
     return made
 
 
 def test_a_mesh_has_a_communicator_for_each_line(libraries):
     made = run_ranks(6, makes_lines, libraries[22809])
     assert [(rank, size) for (rank, size, _), *_ in made] == [(r, 6) for r in range(6)]
-    assert [lines[1][:2] for lines in made] == [[r % 3, 3] for r in range(6)]
-    assert [lines[2] for lines in made] == [None] * 6
-    assert [lines[3][:2] for lines in made] == [[r // 3, 2] for r in range(6)]
-    ids = [[tuple(line[2]) for line in lines if line is not None] for lines in made]
+    assert [groups[1][:2] for groups in made] == [[r % 3, 3] for r in range(6)]
+    assert [groups[2] for groups in made] == [None] * 6
+    assert [groups[3][:2] for groups in made] == [[r // 3, 2] for r in range(6)]
+    ids = [[tuple(group[2]) for group in groups if group is not None] for groups in made]
     assert all(len(set(its)) == 2 for of_rank in ids for its in of_rank)
     flat, inner, outer = zip(*ids, strict=True)
     assert len(set(flat)) == 1

@@ -356,7 +356,7 @@ def left(completed, partial=False, completable=False):
 def test_judgements_name_what_is_wrong():
     assert decide_recovery(0, {0: left(3), 2: left(3)}) == RecoveryDecision("")
     assert decide_recovery(0, {0: left(3), 2: left(3, partial=True)}) == RecoveryDecision("")
-    assert "cannot be found out" in decide_recovery(0, None).reason
+    assert "is unknown" in decide_recovery(0, None).reason
     assert "without this rank" in decide_recovery(1, {0: left(3)}).reason
     assert "not on rank 2" in decide_recovery(0, {0: left(4), 2: left(3, partial=True)}).reason
     assert decide_recovery(2, {0: left(4), 2: left(3)}) == RecoveryDecision("")

@@ -200,7 +200,7 @@ def _set_by_hand(rank, size):
         for param in master:
             param.grad.fill_(0.0 if k == 0 else 1.0 + rank)
         opt.step()
-        told_of.append(sum("was set by hand" in text for text in told))
+        told_of.append(sum("was assigned by the script" in text for text in told))
     return told_of
 
 

@@ -69,25 +69,25 @@ def test_operations_of_many_blocks_equal_ddp():
 
 def test_memory_to_pack_in_is_kept_for_as_many_as_are_in_flight():
     staging = PackBufferPool()
-    arena = torch.arange(12.0)
-    first = staging.pack([arena[:2], arena[6:9]])
-    second = staging.pack([arena[2:4], arena[5:6]])
+    flat_buffer = torch.arange(12.0)
+    first = staging.pack([flat_buffer[:2], flat_buffer[6:9]])
+    second = staging.pack([flat_buffer[2:4], flat_buffer[5:6]])
     assert first.message.tolist() == [0, 1, 6, 7, 8]
     assert second.message.tolist() == [2, 3, 5]
     assert first.buffer is not second.buffer
     first.message.neg_()
     staging.unpack(first)
-    assert arena.tolist() == [0, -1, 2, 3, 4, 5, -6, -7, -8, 9, 10, 11]
+    assert flat_buffer.tolist() == [0, -1, 2, 3, 4, 5, -6, -7, -8, 9, 10, 11]
     staging.unpack(second)
     doubles = staging.pack([torch.ones(1, dtype=torch.float64)])
     assert doubles.buffer is second.buffer  # the smallest that fits
     assert doubles.message.tolist() == [1]
-    again = staging.pack([arena[0:2], arena[3:6]])
+    again = staging.pack([flat_buffer[0:2], flat_buffer[3:6]])
     assert again.buffer is first.buffer
     # One that is too small gives way; one that is not unpacked is nobody's.
     staging.unpack(again)
-    larger = staging.pack([arena[0:5], arena[6:]])
-    assert larger.message.tolist() == [*arena[0:5].tolist(), *arena[6:].tolist()]
+    larger = staging.pack([flat_buffer[0:5], flat_buffer[6:]])
+    assert larger.message.tolist() == [*flat_buffer[0:5].tolist(), *flat_buffer[6:].tolist()]
     staging.unpack(larger)
     assert [buffer is larger.buffer for buffer in staging._free] == [True]
 

@@ -100,7 +100,7 @@ def probes(rank, _size, folder, *arguments):
     return [done.exit_code, done.output]
 
 
-def test_lines_of_a_mesh(tmp_path):
+def test_dimensions_of_a_mesh(tmp_path):
     def run(ranks, *arguments):
         return run_ranks(ranks, probes, str(tmp_path), *arguments, timeout=120)[0]
 
@@ -174,7 +174,7 @@ def test_lists_of_codecs_with_parameters():
     [
         (["--codecs", "zip"], "'zip' is unknown"),
         (["--codecs", "none"], "name codecs other than none"),
-        (["--codecs", "fp16", "--plot", "x.png"], "do not go with --codecs"),
+        (["--codecs", "fp16", "--plot", "x.png"], "cannot be combined with --codecs"),
         (["--codecs", "fp16", "--codec-time", "0"], "time above 0"),
         (["--codecs", "fp16", "--json", "no/codecs.json"], "cannot write 'no/codecs.json'"),
         pytest.param(

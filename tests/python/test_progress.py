@@ -130,8 +130,8 @@ def test_ranks_that_are_behind_are_named():
     assert behind(late) == ["rank 1 has not updated its shards in step 7"]
     encodes = {0: state(7, completed=2, launched=3), 1: state(7, completed=2, launched=2)}
     assert behind(encodes) == []
-    node = {0: state(4, "exchange"), 1: state(4, "exchange"), 2: state(3, "exchange")}
-    assert behind(node) == ["rank 2 has not begun exchange 4 of parameters"]
+    node = {0: state(4, "averaging"), 1: state(4, "averaging"), 2: state(3, "averaging")}
+    assert behind(node) == ["rank 2 has not begun node averaging 4"]
     node[1]["optimizers"]["node"] = state(7)["optimizers"]["optimizer.1"]
     node[2]["optimizers"]["node"] = state(6, "idle")["optimizers"]["optimizer.1"]
     assert behind(node) == ["rank 2 has not begun backward of step 7"]

@@ -198,7 +198,7 @@ def test_who_comes_when_all_have_met_is_one_too_many(server: dist.TCPStore) -> N
     server.set(JOB_KEY, credential(TOKEN).mark)  # of usbyterun, which keeps no store
     assert together(lambda: come(server, 1), lambda: come(server, 0))[0].result()
     for rank in (0, 1):
-        with pytest.raises(UsageError, match=f"met already, and this process .rank {rank}."):
+        with pytest.raises(UsageError, match=f"started already, and this process .rank {rank}."):
             come(server, rank)
 
 
@@ -243,7 +243,7 @@ def test_who_is_missing_is_told_meanwhile_and_in_the_end(
 def test_strangers_are_mentioned(server: dist.TCPStore) -> None:
     keys = dist.PrefixStore("usbyte/rendezvous/1", server)
     keys.set(f"log/{keys.add('log', 1) - 1}", "join of another job")
-    with pytest.raises(UsageError, match=r"\(1 processes that are not of this job have come"):
+    with pytest.raises(UsageError, match=r"\(1 processes of other jobs connected"):
         come(server, 0, limit_s=0.2)
 
 

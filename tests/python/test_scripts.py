@@ -18,20 +18,20 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import Error, UsageError
 
-CONTROL_TENSOR = "gradients are used between backward() and step(), that of '0.weight' for one"
-REPEATED = "several backward passes before one step() were sent"
-SHARED = "parameters are used by another thread than the one that trains, '0.weight' for one"
-UNSEEN = "was not seen to, as in compiled code"
+READS = "gradients are read between backward() and step(), for example that of '0.weight'"
+REPEATED = "several backward passes sent gradients before one step()"
+SHARED = "a thread other than the training thread uses parameters, for example '0.weight'"
+UNSEEN = "was not observed, as in compiled code"
 
 #: What "auto" decides for each script, and why not to overlap with the next forward pass.
 EXPECTED = {
     "plain": "",
-    "clips": CONTROL_TENSOR,
-    "scales": CONTROL_TENSOR,
-    "scales_and_unscales": CONTROL_TENSOR,
-    "logs": CONTROL_TENSOR,
+    "clips": READS,
+    "scales": READS,
+    "scales_and_unscales": READS,
+    "logs": READS,
     "logs_seldom": "",
-    "averages": "parameters are read between step() and the forward pass, '0.weight' for one",
+    "averages": "parameters are read between step() and the forward pass, for example '0.weight'",
     "snapshots": SHARED,
     "ties": "",
     "reads_elsewhere": "",
@@ -55,8 +55,8 @@ EXPECTED = {
     "autocasts": "",
     "scales_by_hooks": "",
     # What they keep has graphs, which have views of parameters.
-    "transforms": "keeps other tensors over the memory of",
-    "traces": "keeps other tensors over the memory of",
+    "transforms": "keeps tensors that share memory with",
+    "traces": "keeps tensors that share memory with",
     "scripts_a_block": UNSEEN,
     "accumulates": "",
     "compiles_blocks": "",
@@ -85,7 +85,7 @@ class Reasons(logging.Handler):
         text = record.getMessage()
         if record.levelno == logging.WARNING:
             self.warnings.append(text)
-        _, _, reason = text.partition("updates do not wait for the next forward pass: ")
+        _, _, reason = text.partition("updates are not deferred to the next forward pass: ")
         if reason:
             self.found.append(reason)
 
@@ -202,7 +202,7 @@ def refused(rank, size):
     model(x).sum().backward()
     opt.step()
     for hooked in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with pytest.raises(AttributeError, match=r"script a model made anew that has loaded"):
+        with pytest.raises(AttributeError, match=r"script a new model that has loaded"):
             torch.jit.script(hooked)
     fresh = _scripts.mlp()
     fresh.load_state_dict(model.state_dict())

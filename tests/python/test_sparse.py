@@ -423,7 +423,7 @@ def renormalizes(rank, size):
             torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
         )
         assert len(warnings) == 1
-        assert "renormalises rows of '0.weight' (max_norm)" in warnings.pop()
+        assert "renormalizes the rows of '0.weight' that it uses (max_norm)" in warnings.pop()
         opt.close()
 
 
@@ -455,7 +455,7 @@ def refuses(rank, size):
         )
     names = list(model.named_parameters())  # which does not tell the model
     optimizer = ub.DistributedOptimizer(make_optimizer("sgd", model), names)
-    with pytest.raises(UsageError, match=r"is sparse, which was not to be seen .* model="):
+    with pytest.raises(UsageError, match=r"is sparse, which could not be detected .* model="):
         model(next(batches(rank, 1)), True).backward()
     optimizer._participant.fail("on purpose")
     optimizer.close()

@@ -259,7 +259,7 @@ def asked_while_it_closes(rank, size, method):
     plan = _core.Plan(
         "test", [_core.TensorSpec("a", 4)], [_core.Op("all_reduce", [(0, 4)], 1 << 20)]
     )
-    arena = array.array("f", [1.0] * (plan.arena_bytes // 4))
+    flat_buffer = array.array("f", [1.0] * (plan.flat_buffer_bytes // 4))
     (communicator,) = _core.make_local_communicators(1)
     current, stop = [], threading.Event()
 
@@ -274,7 +274,7 @@ def asked_while_it_closes(rank, size, method):
     with ThreadPoolExecutor(2) as pool:
         asking = [pool.submit(ask) for _ in range(2)]
         for i in range(1000):
-            current[:] = [_core.Engine(plan, arena.buffer_info()[0], communicator)]
+            current[:] = [_core.Engine(plan, flat_buffer.buffer_info()[0], communicator)]
             for _ in range(i % 7):
                 time.sleep(0)  # lets go of the GIL
             current[0].close()

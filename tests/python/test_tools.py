@@ -107,9 +107,15 @@ def test_serial_startups(profile):
         (["plan", "vgg16-half", *RING, *SHARDED, "--policy", "p3"], "needs auto, dear or"),
         (["plan", "vgg16-half", *RING, *SHARDED, "--policy", "pipedap"], "needs auto, dear or"),
         (["plan", "vgg16-half", *RING, *SHARDED, "--overlap", "backward"], "needs overlap forward"),
-        (["simulate", "vgg16-half", *SHARDED, "--policies", "ddp"], "ddp cannot serve a sharded"),
+        (
+            ["simulate", "vgg16-half", *SHARDED, "--policies", "ddp"],
+            "ddp does not support",
+        ),
         (["simulate", "vgg16-half", *SHARDED, "--policies", "backward:dear"], "overlap forward"),
-        (["simulate", "vgg16-half", "--policies", "sharded:wfbp"], "wfbp cannot serve a sharded"),
+        (
+            ["simulate", "vgg16-half", "--policies", "sharded:wfbp"],
+            "wfbp does not support",
+        ),
         (["plan", "vgg16-half", *RING, "--policy", "magic"], "tune:dear"),
         (["plan", "vgg16-half", "--ring", "5000000000,1ms,1gbit"], "1 to 65536 ranks"),
         (["plan", "vgg16-half", "--ring", "4,1e-99999999999999999999s,1gbit"], "is no time"),
@@ -439,7 +445,7 @@ def test_plans_with_codecs(profile, codec_costs, tmp_path):
     assert done.exit_code == 0, done.output
     assert "reduce_scatter by fp16" in done.output
     done = invoke("plan", str(profile), *RING, "--codec", "signsgd", *SHARDED)
-    assert "cannot serve a sharded optimizer" in done.output
+    assert "does not support a sharded optimizer" in done.output
 
 
 def test_simulation_with_codecs(profile, codec_costs, tmp_path):

@@ -34,7 +34,7 @@ MIB = 1 << 20
 def job():
     """A small job, on a network that makes sizes matter."""
     profile = profiles.scaled(profiles.vgg16_half(), time=0.1)
-    return tuning.Job(profile, _core.NetworkModel.ring(16, 200e-6, 1.25e9), {})
+    return tuning.TuningTask(profile, _core.NetworkModel.ring(16, 200e-6, 1.25e9), {})
 
 
 def run(search, measure, seed=0):
@@ -87,7 +87,7 @@ def test_mergecomp_finds_the_boundary_by_few_trials(tensors):
     specs = [_core.TensorSpec(f"t{i}", 1000, "float32", 1000 * i) for i in range(tensors)]
     ready = [2.0 * tensors - t for t in range(tensors)]
     profile = _core.Profile(specs, [0.0] * tensors, ready, 3.0 * tensors)
-    coded = tuning.Job(
+    coded = tuning.TuningTask(
         profile, _core.NetworkModel.ring(4, 1e-3, 1e6), {}, codecs=["fp16"] * tensors
     )
     search = tuning.TRIED["mergecomp_online"]
@@ -113,7 +113,7 @@ def test_mergecomp_finds_the_boundary_by_few_trials(tensors):
 @pytest.mark.parametrize("credit", [1, 64 * MIB, 1 << 40])
 def test_no_point_has_a_credit_that_holds_no_part(job, partition, credit):
     options = {"partition_bytes": partition, "credit_bytes": credit}
-    job = tuning.Job(job.profile, job.network, options)
+    job = tuning.TuningTask(job.profile, job.network, options)
     search = tuning.TUNED["tune:bytescheduler"](job)
     points = [(i / 7, j / 7) for i in range(8) for j in range(8)]
     for candidate in [*search.starts, *map(search.space.at, points)]:
@@ -220,7 +220,7 @@ def test_no_plan_is_measured_twice(policy, tensors):
     specs = [_core.TensorSpec(f"t{i}", 1000, "float32", 1000 * i) for i in range(tensors)]
     need = [float(i) for i in range(tensors)]
     profile = _core.Profile(specs, need, [20.0 - t for t in need], 21.0)
-    small = tuning.Job(profile, _core.NetworkModel.ring(4, 1.0, 1e3), {})
+    small = tuning.TuningTask(profile, _core.NetworkModel.ring(4, 1.0, 1e3), {})
     tuner = run(tuning.TUNED[policy](small), small.simulated_s)
     assert tuner.measurements == len(tuner.trials)
     if policy == "tune:bytescheduler":  # every size gives the same plan, but for its window
@@ -341,7 +341,7 @@ def tunes(rank, size, cases):
         tried = {plan for plan, steps in zip(plans, left, strict=True) if steps == 2}
         assert len(tried) >= (2 if policy == "auto" else 3)
         measured = [line for line in lines if ": trial " in line]
-        ends = [line for line in lines if " plans tried, " in line]
+        ends = [line for line in lines if " plans tried; " in line]
         assert len(ends) == (rank == 0), lines
         assert len(measured) == left.count(2) / 2 * (rank == 0), lines
         seen += plans

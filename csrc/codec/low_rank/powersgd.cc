@@ -23,7 +23,7 @@ class PowerSgd final : public Codec, public Matrices {
   explicit PowerSgd(int rank) : rank_(rank) {}
 
   std::string spec() const override { return "powersgd:" + std::to_string(rank_); }
-  int memories() const override { return 2; }
+  int state_rows() const override { return 2; }
   std::string remembers() const override { return "unsent, factor"; }
   const Matrices* matrices() const override { return this; }
   int rank() const override { return rank_; }
@@ -42,18 +42,18 @@ class PowerSgd final : public Codec, public Matrices {
                   std::span<float> values) const override {
     loops().add(at<float>(message, 0), factor, values.data(), std::ssize(values));
   }
-  void send(std::span<const float> gradient, Memory&, const RngKey& rng, int,
+  void send(std::span<const float> gradient, CodecState&, const RngKey& rng, int,
             std::byte* message) const override {
     encode(gradient, rng, message);
   }
 
-  void first(std::span<const float> gradient, int64_t rows, Memory& memory, const RngKey& rng,
+  void first(std::span<const float> gradient, int64_t rows, CodecState& state, const RngKey& rng,
              std::span<float> sums) const override {
     const int64_t cols = std::ssize(gradient) / rows;
-    float* const unsent = memory.rows[0];
+    float* const unsent = state.rows[0];
     loops().add(gradient.data(), 1, unsent, std::ssize(gradient));
     for (int64_t k = 0; k < rank_; ++k) {
-      const std::span<float> q(memory.rows[1] + k * cols, static_cast<size_t>(cols));
+      const std::span<float> q(state.rows[1] + k * cols, static_cast<size_t>(cols));
       draw_if_useless(q, rng, k);
       for (int64_t i = 0; i < rows; ++i) {
         const double dot = loops().dot(unsent + i * cols, q.data(), cols);
@@ -62,9 +62,9 @@ class PowerSgd final : public Codec, public Matrices {
     }
   }
 
-  void second(int64_t rows, int64_t cols, Memory& memory, std::span<float> p,
+  void second(int64_t rows, int64_t cols, CodecState& state, std::span<float> p,
               std::span<float> sums) const override {
-    float* const unsent = memory.rows[0];
+    float* const unsent = state.rows[0];
     if (!finite(p)) {  // all ranks have the same, and will see it
       std::fill(p.begin(), p.end(), std::numeric_limits<float>::quiet_NaN());
       std::fill(sums.begin(), sums.end(), 0.0F);
@@ -84,8 +84,8 @@ class PowerSgd final : public Codec, public Matrices {
     multiply(p, sums, rows, -1, {unsent, static_cast<size_t>(rows * cols)});
   }
 
-  void finish(int64_t rows, std::span<const float> p, std::span<const float> sums, Memory& memory,
-              std::span<float> values) const override {
+  void finish(int64_t rows, std::span<const float> p, std::span<const float> sums,
+              CodecState& state, std::span<float> values) const override {
     const int64_t cols = std::ssize(values) / rows;
     std::fill(values.begin(), values.end(), 0.0F);
     multiply(p, sums, rows, 1, values);
@@ -95,7 +95,7 @@ class PowerSgd final : public Codec, public Matrices {
       const double norm = std::sqrt(loops().sum_of_squares(from.data(), cols));
       const bool usable = std::isfinite(norm) && norm > kLeastScaled;
       const float scale = usable ? static_cast<float>(1 / norm) : 0.0F;
-      float* const q = memory.rows[1] + k * cols;
+      float* const q = state.rows[1] + k * cols;
       for (int64_t j = 0; j < cols; ++j) q[j] = usable ? scale * from[static_cast<size_t>(j)] : 0;
     }
   }

@@ -17,7 +17,7 @@ class Cast final : public Codec {
   bool adds() const override { return true; }
   DType message_dtype() const override { return dtype_; }
   int64_t message_bytes(int64_t count) const override { return 2 * count; }
-  int memories() const override { return 0; }
+  int state_rows() const override { return 0; }
   std::optional<GroupCodec> kernels() const override { return GroupCodec{kind_}; }
 
   void encode(std::span<const float> values, const RngKey&, std::byte* message) const override {

@@ -53,12 +53,12 @@ void Grouped::decode_add(const std::byte* message, const RngKey&, float factor,
 }
 
 // Group by group, so that what is remembered goes through the cache once.
-void Grouped::send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int,
+void Grouped::send(std::span<const float> gradient, CodecState& state, const RngKey& rng, int,
                    std::byte* message) const {
-  if (memories() == 0) return encode(gradient, rng, message);
+  if (state_rows() == 0) return encode(gradient, rng, message);
   fill_up(std::ssize(gradient), message);
   each(message, gradient, [&](auto in, float* numbers, uint8_t* packed, int64_t begin) {
-    const std::span<float> kept(memory.rows[0] + begin, in.size());
+    const std::span<float> kept(state.rows[0] + begin, in.size());
     take_up(in, kept);
     encode_group(kept, rng.own + static_cast<uint64_t>(begin), numbers, packed);
     keep_unsent(numbers, packed, kept);

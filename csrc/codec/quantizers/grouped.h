@@ -20,7 +20,7 @@ class Grouped : public Codec {
   void decode(const std::byte* message, const RngKey& rng, std::span<float> values) const final;
   void decode_add(const std::byte* message, const RngKey& rng, float factor,
                   std::span<float> values) const final;
-  void send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int ranks,
+  void send(std::span<const float> gradient, CodecState& state, const RngKey& rng, int ranks,
             std::byte* message) const final;
   std::optional<GroupCodec> kernels() const override { return GroupCodec{kind_}; }
 

@@ -15,7 +15,7 @@ namespace usbyte::codecs {
 /// number of its group.
 class Levels : public Grouped {
  public:
-  int memories() const final { return 0; }
+  int state_rows() const final { return 0; }
 
  protected:
   /// Levels of that width: 1 and -1 times the number are the outermost.

@@ -10,7 +10,7 @@ namespace {
 class SignSgd final : public Majority {
  public:
   std::string spec() const override { return "signsgd"; }
-  int memories() const override { return 0; }
+  int state_rows() const override { return 0; }
 };
 
 }  // namespace

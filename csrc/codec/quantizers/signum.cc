@@ -16,7 +16,7 @@ class Signum final : public Majority {
   std::string spec() const override {
     return momentum_ == kMomentum ? "signum" : "signum:" + text_of(momentum_);
   }
-  int memories() const override { return 1; }
+  int state_rows() const override { return 1; }
   std::string remembers() const override { return "mean"; }
   std::optional<GroupCodec> kernels() const override {
     return GroupCodec{GroupCodec::Kind::majority, momentum_};

@@ -11,7 +11,7 @@ namespace {
 // Dynamic communication thresholding: V. Gupta et al., "Training Recommender Systems at Scale:
 // Communication-Efficient Model and Data Parallelism", KDD 2021 (arXiv 2010.08899). Selecting the
 // largest elements costs several passes, so their threshold is kept for many steps. As messages
-// have one size, what is above it and does not fit stays in the memory. Ours: a threshold that far
+// have one size, what is above it and does not fit stays in the state. Ours: a threshold that far
 // too many or too few are above is found anew at once.
 class Dct final : public Sparse {
  public:
@@ -22,13 +22,13 @@ class Dct final : public Sparse {
     return period_ == kPeriod ? text : text + ",period=" + std::to_string(period_);
   }
 
-  void send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int,
+  void send(std::span<const float> gradient, CodecState& state, const RngKey& rng, int,
             std::byte* message) const override {
     const int64_t size = std::ssize(gradient);
     Room room(message, kept(ratio(), size));
     if (size == 0) return;
-    const std::span<float> unsent(memory.rows[0], gradient.size());
-    const Kept last = std::bit_cast<Kept>(memory.note);
+    const std::span<float> unsent(state.rows[0], gradient.size());
+    const Kept last = std::bit_cast<Kept>(state.note);
     Kept now{last.threshold, last.uses + 1};
     const bool stale = usable(last.threshold) && last.uses + 1 < period_;
     if (!stale) {
@@ -68,7 +68,7 @@ class Dct final : public Sparse {
     if (!all_finite(room.sent())) forget_what_is_not_finite(unsent);
     room.close();
     const bool far = above > 4 * room.size || 4 * above < room.size;
-    memory.note = far ? 0 : std::bit_cast<uint64_t>(now);
+    state.note = far ? 0 : std::bit_cast<uint64_t>(now);
   }
 
   static constexpr int64_t kPeriod = 1000;

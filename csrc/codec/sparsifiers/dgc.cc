@@ -26,19 +26,19 @@ class Dgc final : public Sparse {
     return text(
         std::max(ratio(), std::ldexp(1.0, static_cast<int>(-2 * (4 * step / warmup_ + 1)))));
   }
-  int memories() const override { return 2; }
+  int state_rows() const override { return 2; }
   std::string remembers() const override { return "unsent, velocity"; }
   bool relays() const override { return false; }
 
-  void send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int ranks,
+  void send(std::span<const float> gradient, CodecState& state, const RngKey& rng, int ranks,
             std::byte* message) const override {
     const int64_t size = std::ssize(gradient);
     Room room(message, kept(ratio(), size));
     if (size == 0) return;
     const float scale = clipped(gradient, ranks);
     const auto momentum = static_cast<float>(momentum_);
-    float* const unsent = memory.rows[0];
-    float* const velocity = memory.rows[1];
+    float* const unsent = state.rows[0];
+    float* const velocity = state.rows[1];
     for (int64_t i = 0; i < size; ++i) {
       velocity[i] = momentum * velocity[i] + scale * gradient[static_cast<size_t>(i)];
       unsent[i] += velocity[i];

@@ -32,9 +32,9 @@ class RandK final : public Codec {
     for_each(rng, std::ssize(values),
              [&](int64_t i, size_t index) { values[index] += factor * sent[i]; });
   }
-  void send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int,
+  void send(std::span<const float> gradient, CodecState& state, const RngKey& rng, int,
             std::byte* message) const override {
-    const std::span<float> unsent(memory.rows[0], gradient.size());
+    const std::span<float> unsent(state.rows[0], gradient.size());
     loops().add(gradient.data(), 1, unsent.data(), std::ssize(unsent));
     const bool finite = draw(unsent, rng, message);
     decode_add(message, rng, -1, unsent);

@@ -47,7 +47,7 @@ void Sparse::encode(std::span<const float> values, const RngKey&, std::byte* mes
 uint32_t Sparse::checked(uint32_t index, int64_t count) const {
   if (index < count) return index;
   throw FaultError("a message by " + spec() + " has index " + std::to_string(index) + " for " +
-                   std::to_string(count) + " elements: what was received is not what was sent");
+                   std::to_string(count) + " elements: the received message is damaged");
 }
 
 void Sparse::decode(const std::byte* message, const RngKey&, std::span<float> values) const {

@@ -47,7 +47,7 @@ struct Operation {
   size_t arrived = 0;  // chunks that have left their buffer
 };
 
-struct Chunk {
+struct ChunkInFlight {
   std::shared_ptr<Operation> operation;
   size_t index;
   Buffer* buffer;
@@ -75,13 +75,13 @@ struct StagedCommunicator::State : std::enable_shared_from_this<State> {
   }
 
   void run();
-  void begin(const Chunk& chunk);
-  void send(const Chunk& chunk);
-  void arrive(const Chunk& chunk);
-  bool copy_in(const Chunk& chunk);
+  void begin(const ChunkInFlight& chunk);
+  void send(const ChunkInFlight& chunk);
+  void arrive(const ChunkInFlight& chunk);
+  bool copy_in(const ChunkInFlight& chunk);
   bool enter();
   void leave_locked();
-  void fail(const Chunk& chunk, std::exception_ptr error);
+  void fail(const ChunkInFlight& chunk, std::exception_ptr error);
   std::vector<std::shared_ptr<Operation>> close(const std::string& why);
   // No request's memory is touched any more, as far as that can be waited for; what was open
   // completes with an error. Returns whether the streams are empty.
@@ -121,7 +121,7 @@ void StagedCommunicator::State::leave_locked() {
 
 // Copies out what there are buffers for before it waits for the first of them.
 void StagedCommunicator::State::run() {
-  std::deque<Chunk> begun;  // on their way to their buffers
+  std::deque<ChunkInFlight> begun;  // on their way to their buffers
   std::unique_lock lock(mutex);
   for (;;) {
     const auto can_begin = [this] { return !queue.empty() && !free.empty(); };
@@ -135,7 +135,7 @@ void StagedCommunicator::State::run() {
       lock.unlock();
       begin(begun.back());
     } else {
-      const Chunk chunk = std::move(begun.front());
+      const ChunkInFlight chunk = std::move(begun.front());
       begun.pop_front();
       lock.unlock();
       send(chunk);
@@ -144,7 +144,7 @@ void StagedCommunicator::State::run() {
   }
 }
 
-void StagedCommunicator::State::begin(const Chunk& chunk) {
+void StagedCommunicator::State::begin(const ChunkInFlight& chunk) {
   if (!enter()) return;
   std::exception_ptr error;
   try {
@@ -171,7 +171,7 @@ void StagedCommunicator::State::begin(const Chunk& chunk) {
   if (error) fail(chunk, std::move(error));
 }
 
-void StagedCommunicator::State::send(const Chunk& chunk) {
+void StagedCommunicator::State::send(const ChunkInFlight& chunk) {
   try {
     cuda->synchronize(chunk.buffer->copied_out.get());
   } catch (const std::exception&) {
@@ -189,7 +189,7 @@ void StagedCommunicator::State::send(const Chunk& chunk) {
   message.root = request.root;
   message.scale = request.scale;
   message.schedule = request.schedule;
-  message.line = request.line;
+  message.dimension = request.dimension;
   const BufferView span{chunk.buffer->memory, chunk.layout().count};
   if (request.kind != Collective::barrier) {
     if (span.count == 0) return arrive(chunk);
@@ -205,7 +205,7 @@ void StagedCommunicator::State::send(const Chunk& chunk) {
   });
 }
 
-void StagedCommunicator::State::arrive(const Chunk& chunk) {
+void StagedCommunicator::State::arrive(const ChunkInFlight& chunk) {
   if (!enter()) return;
   bool last = false;
   std::exception_ptr error;
@@ -229,7 +229,7 @@ void StagedCommunicator::State::arrive(const Chunk& chunk) {
 }
 
 // Whether that was the last of its operation.
-bool StagedCommunicator::State::copy_in(const Chunk& chunk) {
+bool StagedCommunicator::State::copy_in(const ChunkInFlight& chunk) {
   Operation& operation = *chunk.operation;
   const Buffer& buffer = *chunk.buffer;
   for (const StagedCopy& copy : chunk.layout().in) {
@@ -259,7 +259,7 @@ std::vector<std::shared_ptr<Operation>> StagedCommunicator::State::close(const s
   return std::exchange(open, {});
 }
 
-void StagedCommunicator::State::fail(const Chunk& chunk, std::exception_ptr error) {
+void StagedCommunicator::State::fail(const ChunkInFlight& chunk, std::exception_ptr error) {
   const std::string why = "an earlier staged request has failed: " + what(error);
   for (const auto& operation : close(why)) {
     std::exchange(operation->done, nullptr)(
@@ -341,13 +341,14 @@ const Topology* StagedCommunicator::topology() const { return inner_->topology()
 void StagedCommunicator::launch(const Request& request, Completion done) {
   int among = size(), place = rank();
   std::string problem;
-  if (const Topology* mesh = topology(); request.line >= 0 && mesh && request.line < mesh->ndim()) {
-    const auto line = static_cast<size_t>(request.line);
-    among = mesh->dimensions[line].size;
-    place = mesh->coordinates(rank())[line];
-  } else if (request.line >= 0) {
-    problem = std::string(name(request.kind)) + " along a line: there is no dimension " +
-              std::to_string(request.line);
+  if (const Topology* mesh = topology();
+      request.dimension >= 0 && mesh && request.dimension < mesh->ndim()) {
+    const auto dimension = static_cast<size_t>(request.dimension);
+    among = mesh->dimensions[dimension].size;
+    place = mesh->coordinates(rank())[dimension];
+  } else if (request.dimension >= 0) {
+    problem = std::string(name(request.kind)) + " along a dimension: there is no dimension " +
+              std::to_string(request.dimension);
   }
   if (problem.empty()) problem = staging_problem(request, among);
   if (!problem.empty()) return done(std::make_exception_ptr(UsageError(problem)));

@@ -43,7 +43,7 @@ class StagedCommunicator final : public Communicator {
 
   int rank() const override;
   int size() const override;
-  /// That of `inner`, along whose lines requests may go, and through which they may be routed.
+  /// That of `inner`, along whose dimensions requests may go, and through which they may be routed.
   const Topology* topology() const override;
   void launch(const Request& request, Completion done) override;
   /// Requests that are not complete complete with an error; afterwards their memory is not touched,

@@ -8,7 +8,7 @@
 
 #include "comm/cpu_collective.h"
 #include "comm/mesh_fit.h"
-#include "comm/mesh_job.h"
+#include "comm/mesh_request.h"
 #include "simulator/mesh_simulator.h"
 #include "stream_window.h"
 #include "usbyte/error.h"
@@ -17,8 +17,8 @@ namespace usbyte {
 namespace {
 
 void check(const Topology& topology, const std::shared_ptr<Communicator>& flat,
-           const std::vector<std::shared_ptr<Communicator>>& lines, int slots) {
-  check_mesh(topology, flat, lines, true);
+           const std::vector<std::shared_ptr<Communicator>>& axis_groups, int slots) {
+  check_mesh(topology, flat, axis_groups, true);
   if (slots < 1) throw UsageError("a mesh on streams needs one slot at least");
 }
 
@@ -50,8 +50,8 @@ struct StreamMeshCommunicator::State {
         window(slots_at_most),
         speeds(topology) {
     flat = {std::move(all), cuda->create_event(EventKind::ordering)};
-    for (auto& line : along)
-      lines.push_back({std::move(line), cuda->create_event(EventKind::ordering)});
+    for (auto& group : along)
+      axis_groups.push_back({std::move(group), cuda->create_event(EventKind::ordering)});
     for (int i = 0; i < slots_at_most; ++i) {
       slots.push_back({cuda->create_stream(true), cuda->create_event(EventKind::ordering),
                        cuda->create_event(EventKind::ordering)});
@@ -64,7 +64,7 @@ struct StreamMeshCommunicator::State {
       cuda->destroy(slot.done);
     }
     for (CudaEvent event : chunks) cuda->destroy(event);
-    for (const Place& line : lines) cuda->destroy(line.started);
+    for (const Place& group : axis_groups) cuda->destroy(group.started);
     cuda->destroy(flat.started);
   }
 
@@ -75,8 +75,8 @@ struct StreamMeshCommunicator::State {
   template <typename Use>
   void with_all(Use use) {
     use(*flat.communicator);
-    for (const Place& line : lines) {
-      if (line.communicator) use(*line.communicator);
+    for (const Place& group : axis_groups) {
+      if (group.communicator) use(*group.communicator);
     }
   }
 
@@ -84,8 +84,8 @@ struct StreamMeshCommunicator::State {
   const std::shared_ptr<Cuda> cuda;
   const int rank;
   const std::vector<int> coordinates;
-  Place flat;                // its communicator, and those of lines, stay as they are
-  std::vector<Place> lines;  // by dimension
+  Place flat;                      // its communicator, and those of axis groups, stay as they are
+  std::vector<Place> axis_groups;  // by dimension
 
   // Guards what is below, and lets launches of several threads follow one another. No completion
   // runs under it, and `abort` and `failure` do without it.
@@ -101,7 +101,7 @@ struct StreamMeshCommunicator::State {
 };
 
 void StreamMeshCommunicator::State::enqueue(const Request& request) {
-  const bool routed = request.schedule || request.line >= 0;
+  const bool routed = request.schedule || request.dimension >= 0;
   std::string problem = routed ? mesh_problem(request, topology) : "";
   if (problem.empty() && !request.order) {
     problem = "a mesh on streams needs to know when a request may begin: give it an order";
@@ -125,10 +125,11 @@ void StreamMeshCommunicator::State::enqueue(const Request& request) {
   cuda->record(slot.begun, slot.stream);
   if (phases) {
     execute(request, *phases, slot);
-  } else if (Place& place = request.line < 0 ? flat : lines[static_cast<size_t>(request.line)];
+  } else if (Place& place =
+                 request.dimension < 0 ? flat : axis_groups[static_cast<size_t>(request.dimension)];
              place.communicator) {
     Request part = request;
-    part.line = -1;
+    part.dimension = -1;
     launch_on(place, std::move(part), slot.begun, slot.done);
     cuda->wait(slot.stream, slot.done);
   }
@@ -138,18 +139,19 @@ void StreamMeshCommunicator::State::enqueue(const Request& request) {
 
 void StreamMeshCommunicator::State::execute(const Request& request, const Phases& phases,
                                             const Slot& slot) {
-  const MeshJob job(request, nullptr, topology, coordinates);
+  const MeshRequest phases(request, nullptr, topology, coordinates);
   while (chunks.size() < request.schedule->routes.size()) {
     chunks.push_back(cuda->create_event(EventKind::ordering));
   }
   std::vector<bool> launched(request.schedule->routes.size());  // by chunk: some of it
   for (const auto& [dimension, at] : phases) {
-    Request part = job.phase(at.chunk, at.phase);
+    Request part = phases.phase(at.chunk, at.phase);
     if (part.recv.empty()) continue;
     const auto chunk = static_cast<size_t>(at.chunk);
-    Place& line = lines[static_cast<size_t>(dimension)];
+    Place& group = axis_groups[static_cast<size_t>(dimension)];
     try {
-      launch_on(line, std::move(part), launched[chunk] ? chunks[chunk] : slot.begun, chunks[chunk]);
+      launch_on(group, std::move(part), launched[chunk] ? chunks[chunk] : slot.begun,
+                chunks[chunk]);
     } catch (const std::exception& error) {
       fault = phase_failure(at, topology.dimensions[static_cast<size_t>(dimension)], error.what());
       throw FaultError(fault);
@@ -189,13 +191,12 @@ const StreamMeshCommunicator::State::Phases& StreamMeshCommunicator::State::phas
   return of_bytes[bytes] = launch_order(speeds, *schedule, static_cast<double>(bytes));
 }
 
-StreamMeshCommunicator::StreamMeshCommunicator(Topology topology, std::shared_ptr<Cuda> cuda,
-                                               std::shared_ptr<Communicator> flat,
-                                               std::vector<std::shared_ptr<Communicator>> lines,
-                                               int slots)
-    : state_((check(topology, flat, lines, slots),
+StreamMeshCommunicator::StreamMeshCommunicator(
+    Topology topology, std::shared_ptr<Cuda> cuda, std::shared_ptr<Communicator> flat,
+    std::vector<std::shared_ptr<Communicator>> axis_groups, int slots)
+    : state_((check(topology, flat, axis_groups, slots),
               std::make_unique<State>(std::move(topology), std::move(cuda), std::move(flat),
-                                      std::move(lines), slots))) {}
+                                      std::move(axis_groups), slots))) {}
 
 StreamMeshCommunicator::~StreamMeshCommunicator() = default;
 

@@ -12,27 +12,27 @@
 namespace usbyte {
 
 /// What MeshCommunicator is for the host, for communicators that are `stream_ordered`: chunks go
-/// over the lines of a network's dimensions as it says, but all phases of a request are launched at
-/// once, ordered by events, and the host waits for none.
+/// over the axis groups of a network's dimensions as it says, but all phases of a request are
+/// launched at once, ordered by events, and the host waits for none.
 ///
 /// Phases are launched in `launch_order`, for the topology's speeds. Each waits for its chunk's
-/// phase before, and starts no sooner than the one launched before it may, on whichever line: so as
-/// far as events go, communicators that share a device start in one order on all its ranks, and
-/// never wait for one another in a circle. (That NCCL's kernels then keep to it takes NCCL 2.26
+/// phase before, and starts no sooner than the one launched before it may, on whichever axis group:
+/// so as far as events go, communicators that share a device start in one order on all its ranks,
+/// and never wait for one another in a circle. (That NCCL's kernels then keep to it takes NCCL 2.26
 /// with NCCL_LAUNCH_ORDER_IMPLICIT and a driver of CUDA 12.3; before, they need room side by side.)
 /// Requests keep windows and fences as StreamWindow says; the communicators below get none.
 ///
-/// Every request needs an `order`. After an error of a line, later requests with a schedule are a
-/// FaultError that names the phase, as what was launched of it leaves ranks waiting; `abort` ends
-/// that. Any thread may call anything, `abort` also while another is inside `launch`.
+/// Every request needs an `order`. After an error of an axis group, later requests with a schedule
+/// are a FaultError that names the phase, as what was launched of it leaves ranks waiting; `abort`
+/// ends that. Any thread may call anything, `abort` also while another is inside `launch`.
 class StreamMeshCommunicator final : public Communicator {
  public:
-  /// `lines[d]` is of the ranks `topology.line(rank, d)`, in that order; null where there is one
-  /// only. At most `slots` requests run side by side. Throws UsageError where ranks or sizes do not
-  /// fit the topology, or where a communicator is not `stream_ordered`.
+  /// `axis_groups[d]` is of the ranks `topology.axis_group(rank, d)`, in that order; null where
+  /// there is one only. At most `slots` requests run side by side. Throws UsageError where ranks or
+  /// sizes do not fit the topology, or where a communicator is not `stream_ordered`.
   StreamMeshCommunicator(Topology topology, std::shared_ptr<Cuda> cuda,
                          std::shared_ptr<Communicator> flat,
-                         std::vector<std::shared_ptr<Communicator>> lines, int slots);
+                         std::vector<std::shared_ptr<Communicator>> axis_groups, int slots);
   ~StreamMeshCommunicator() override;
   StreamMeshCommunicator(const StreamMeshCommunicator&) = delete;
   StreamMeshCommunicator& operator=(const StreamMeshCommunicator&) = delete;
@@ -43,9 +43,9 @@ class StreamMeshCommunicator final : public Communicator {
   void launch(const Request& request, Completion done) override;
   const Topology* topology() const override;
   bool stream_ordered() const override { return true; }
-  /// That of the flat communicator, or else of the first line that has failed.
+  /// That of the flat communicator, or else of the first axis group that has failed.
   std::string failure() override;
-  /// Aborts the flat communicator and the lines, all at once, as what is on one may wait for
+  /// Aborts the flat communicator and the axis groups, all at once, as what is on one may wait for
   /// another.
   void abort() override;
 

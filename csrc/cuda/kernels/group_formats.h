@@ -12,10 +12,10 @@
 // How elements of a group become bits, and the group itself some numbers: what the codecs of
 // csrc/codec that work by groups do on the host, to the bit but for the order of sums of doubles.
 //
-// A format has kElements of a group, kNumbers, kBits of an element; a Part, to which all elements
-// of a group add; a Sender, made of the whole Part, that has the numbers and gives the codes of a
-// few neighbours, the first of which is the group's `at`-th; and a Receiver, made of the numbers,
-// that gives a code's value. Casts have no numbers.
+// A format has kElements of a group, kNumbers, kBits of an element; a Partial, to which all
+// elements of a group add; a Sender, made of the whole Partial, that has the numbers and gives the
+// codes of a few neighbours, the first of which is the group's `at`-th; and a Receiver, made of the
+// numbers, that gives a code's value. Casts have no numbers.
 namespace usbyte::kernels {
 
 using usbyte::detail::bits_of;
@@ -37,9 +37,9 @@ struct Largest {
 };
 
 /// What comes of all elements of a group.
-template <typename Part>
+template <typename Partial>
 struct Whole {
-  Part part;
+  Partial part;
   uint32_t count;
   uint64_t key;  ///< random numbers of the group
 };
@@ -80,12 +80,12 @@ struct Nothing {
 template <typename T>
 struct CastFormat {
   static constexpr uint32_t kElements = 256, kNumbers = 0, kBits = 16;
-  using Part = Nothing;
+  using Partial = Nothing;
 
   struct Sender {
     float numbers[1] = {};
 
-    USBYTE_HD explicit Sender(const Whole<Part>&) {}
+    USBYTE_HD explicit Sender(const Whole<Partial>&) {}
     template <uint32_t N>
     USBYTE_HD uint64_t codes(const float (&x)[N], uint32_t) const {
       return packed<kBits>(x, [](float each) { return from_float<T>(each).bits; });
@@ -132,14 +132,14 @@ struct Fp8 {
 template <typename Byte>
 struct ScaledFormat {
   static constexpr uint32_t kElements = 256, kNumbers = 1, kBits = 8;
-  using Part = Largest;
+  using Partial = Largest;
 
   struct Sender {
     float numbers[kNumbers];
     float up;
     bool finite;
 
-    USBYTE_HD explicit Sender(const Whole<Part>& whole) : finite(whole.part.bits < kInfinity) {
+    USBYTE_HD explicit Sender(const Whole<Partial>& whole) : finite(whole.part.bits < kInfinity) {
       const float most = float_of(whole.part.bits);
       const bool counts = most >= kLeastScaled;
       numbers[0] = !finite ? not_a_number() : counts ? most / Byte::kMost : 0;
@@ -203,19 +203,19 @@ static __device__ const MixedPlaces mixed_places_on_device;
 inline constexpr MixedPlaces mixed_places_on_host;
 
 /// One of a few equal levels of a number of the group, by chance.
-template <uint32_t Elements, uint32_t Bits, typename PartType>
+template <uint32_t Elements, uint32_t Bits, typename PartialType>
 struct LevelsFormat {
   static constexpr uint32_t kElements = Elements, kNumbers = 1, kBits = Bits;
   static constexpr int32_t kLevels = (1 << (Bits - 1)) - 1;
   static_assert(sizeof(MixedPlaces) >= Elements * sizeof(uint32_t));
-  using Part = PartType;
+  using Partial = PartialType;
 
   struct Sender {
     float numbers[kNumbers];
     float scale;
     uint32_t folded_key;
 
-    USBYTE_HD explicit Sender(const Whole<Part>& whole)
+    USBYTE_HD explicit Sender(const Whole<Partial>& whole)
         : folded_key(folded(static_cast<uint32_t>(mix(whole.key)))) {
       const float most = whole.part.most();
       numbers[0] = !is_finite(most) ? not_a_number() : most < kLeastScaled ? 0 : most;
@@ -309,13 +309,13 @@ struct SignsFormat {
 };
 
 struct MajorityFormat : SignsFormat<1> {
-  using Part = Largest;
+  using Partial = Largest;
 
   struct Sender {
     float numbers[kNumbers];
     uint64_t key;
 
-    USBYTE_HD explicit Sender(const Whole<Part>& whole) : key(whole.key) {
+    USBYTE_HD explicit Sender(const Whole<Partial>& whole) : key(whole.key) {
       numbers[0] = whole.part.bits < kInfinity ? 1 : not_a_number();
     }
     /// A zero votes by chance.
@@ -335,16 +335,16 @@ struct MajorityFormat : SignsFormat<1> {
 };
 
 struct EfSignFormat : SignsFormat<1> {
-  struct Part {
+  struct Partial {
     double magnitudes = 0;
     USBYTE_HD void add(float x) { magnitudes += static_cast<double>(float_of(magnitude(x))); }
-    USBYTE_HD void join(const Part& other) { magnitudes += other.magnitudes; }
+    USBYTE_HD void join(const Partial& other) { magnitudes += other.magnitudes; }
   };
 
   struct Sender {
     float numbers[kNumbers];
 
-    USBYTE_HD explicit Sender(const Whole<Part>& whole) {
+    USBYTE_HD explicit Sender(const Whole<Partial>& whole) {
       numbers[0] = static_cast<float>(whole.part.magnitudes / static_cast<double>(whole.count));
     }
     template <uint32_t N>
@@ -355,7 +355,7 @@ struct EfSignFormat : SignsFormat<1> {
 };
 
 struct OneBitFormat : SignsFormat<2> {
-  struct Part {
+  struct Partial {
     double positive = 0, negative = 0;
     uint32_t negatives = 0, padding = 0;
 
@@ -364,7 +364,7 @@ struct OneBitFormat : SignsFormat<2> {
       (is_negative ? negative : positive) += static_cast<double>(x);
       negatives += is_negative;
     }
-    USBYTE_HD void join(const Part& other) {
+    USBYTE_HD void join(const Partial& other) {
       positive += other.positive;
       negative += other.negative;
       negatives += other.negatives;
@@ -374,8 +374,8 @@ struct OneBitFormat : SignsFormat<2> {
   struct Sender {
     float numbers[kNumbers];
 
-    USBYTE_HD explicit Sender(const Whole<Part>& whole) {
-      const Part& p = whole.part;
+    USBYTE_HD explicit Sender(const Whole<Partial>& whole) {
+      const Partial& p = whole.part;
       numbers[0] = mean(p.positive, whole.count - p.negatives);
       numbers[1] = mean(p.negative, p.negatives);
     }

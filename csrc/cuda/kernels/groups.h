@@ -45,7 +45,7 @@ struct EncodeWork {
   static constexpr uint32_t kRows = kElements / kLanes / kNeighbours;
 
   using Entry = EncodeEntry<Format, T>;
-  using Part = typename Format::Part;
+  using Partial = typename Format::Partial;
   struct Lane {
     uint32_t entry;
     bool plain;
@@ -59,7 +59,7 @@ struct EncodeWork {
 
   USBYTE_HD int64_t pieces() const { return table.pieces; }
 
-  USBYTE_HD Part begin(uint32_t piece, uint32_t lane, Lane& state) const {
+  USBYTE_HD Partial begin(uint32_t piece, uint32_t lane, Lane& state) const {
     state.entry = table.find(piece, 0, table.size - 1);
     const Entry& entry = table.entries[state.entry];
     const uint32_t group = (piece - entry.first_piece) * kElements;
@@ -68,7 +68,7 @@ struct EncodeWork {
                        : take_up<false>(entry, group, lane, state.x);
   }
 
-  USBYTE_HD void end(uint32_t piece, uint32_t lane, Lane& state, const Part& whole) const {
+  USBYTE_HD void end(uint32_t piece, uint32_t lane, Lane& state, const Partial& whole) const {
     const Entry& entry = table.entries[state.entry];
     const uint32_t index = piece - entry.first_piece, group = index * kElements;
     const uint32_t rest = entry.count - group, count = rest < kElements ? rest : kElements;
@@ -112,9 +112,9 @@ struct EncodeWork {
   }
 
   template <bool Plain>
-  USBYTE_HD Part take_up(const Entry& entry, uint32_t group, uint32_t lane,
-                         float (&x)[kRows][kNeighbours]) const {
-    Part part;
+  USBYTE_HD Partial take_up(const Entry& entry, uint32_t group, uint32_t lane,
+                            float (&x)[kRows][kNeighbours]) const {
+    Partial part;
     USBYTE_UNROLL
     for (uint32_t row = 0; row < kRows; ++row) {
       T values[kNeighbours];

@@ -29,9 +29,9 @@ __device__ T of_lane(const T& mine, uint32_t mask) {
 /// Work that is done by teams, a piece by each, with one reduction in between. `Work` has
 ///   int64_t pieces() const
 ///   struct Lane                                             what a lane goes on with
-///   Part begin(piece, lane, Lane&) const                    its part
-///   void end(piece, lane, Lane&, const Part& whole) const
-/// and Part has join(const Part&), which does not mind the order of the two.
+///   Partial begin(piece, lane, Lane&) const                    its part
+///   void end(piece, lane, Lane&, const Partial& whole) const
+/// and Partial has join(const Partial&), which does not mind the order of the two.
 ///
 /// Its threads exchange values; blocks are whole teams. On the host the first
 /// thread of a team does what all do, and joins parts in the device's order.
@@ -64,7 +64,7 @@ struct TeamKernel {
  private:
   void do_for_all(uint32_t piece) const {
     typename Work::Lane states[kLanes];
-    typename Work::Part parts[kLanes], joined[kLanes];
+    typename Work::Partial parts[kLanes], joined[kLanes];
     for (uint32_t k = 0; k < kLanes; ++k) parts[k] = work.begin(piece, k, states[k]);
     for (uint32_t mask = kLanes / 2; mask > 0; mask /= 2) {
       for (uint32_t k = 0; k < kLanes; ++k) (joined[k] = parts[k]).join(parts[k ^ mask]);

@@ -30,7 +30,7 @@ constexpr double kTimedS = 1e-4;  // timed together at least: the clock itself t
 constexpr int kMostTogether = 64;
 constexpr int kLeast = 3, kMost = 200;  // samples of a size
 constexpr int kRanks = 4;               // whose messages are combined, unless the network adds them
-constexpr int kRounds = 8;              // until memories and thresholds are as after many
+constexpr int kRounds = 8;              // until states and thresholds are as after many
 
 // Bytes of the largest block; of all that have their turns, of which there are `blocks` at most;
 // and whether small ones are spread over as many.
@@ -132,22 +132,23 @@ class Rig {
       end_ = events.acquire(EventKind::timed);
       done_ = events.acquire(EventKind::ordering);
     }
-    arena_ = room(plan_.arena_bytes());
-    for (int64_t at = 0; at < plan_.arena_bytes(); at += kTile) {
-      copy(arena_.get() + at, gradients.data(), std::min(plan_.arena_bytes() - at, kTile));
+    flat_buffer_ = room(plan_.flat_buffer_bytes());
+    for (int64_t at = 0; at < plan_.flat_buffer_bytes(); at += kTile) {
+      copy(flat_buffer_.get() + at, gradients.data(),
+           std::min(plan_.flat_buffer_bytes() - at, kTile));
     }
-    if (const int64_t kept = codec.memories() * plan_.numel(); kept > 0) {
-      memory_ = room(kept * itemsize(DType::float32));
-      if (cuda_) cuda_->fill(memory_.get(), DType::float32, kept, 0, stream_->get());
+    if (const int64_t kept = codec.state_rows() * plan_.numel(); kept > 0) {
+      codec_state_ = room(kept * itemsize(DType::float32));
+      if (cuda_) cuda_->fill(codec_state_.get(), DType::float32, kept, 0, stream_->get());
     }
-    ops_ = make_coded_ops({plan_, arena_.get(), reinterpret_cast<float*>(memory_.get()), 0, ranks,
-                           1, cuda_, &cancellation_});
+    ops_ = make_coded_ops({plan_, flat_buffer_.get(), reinterpret_cast<float*>(codec_state_.get()),
+                           0, ranks, 1, cuda_, &cancellation_});
     std::erase(ops_, nullptr);
     if (last().request().kind == Collective::all_gather) messages_ = ranks;
   }
   ~Rig() { ops_.front()->quiesce(); }  // before any of them goes
 
-  /// To be called first. Encodes so that there are messages; and then on, as long as memories
+  /// To be called first. Encodes so that there are messages; and then on, as long as states
   /// change what that takes and there is time.
   void warm_up(double budget_s) {
     receive();
@@ -263,7 +264,7 @@ class Rig {
   const Plan plan_;
   PooledEvent begin_, end_;  // of a device's time, on `stream_`
   PooledEvent done_;         // decoding
-  std::shared_ptr<std::byte> arena_, memory_;
+  std::shared_ptr<std::byte> flat_buffer_, codec_state_;
   std::optional<DrainedStream> stream_;
   CancellationToken cancellation_;
   std::vector<std::unique_ptr<CodedOp>> ops_;

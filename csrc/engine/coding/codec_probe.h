@@ -29,7 +29,7 @@ struct MeasuredCodec {
   std::vector<Sample> encode, decode;       ///< bytes of gradients; s for one message
 };
 
-/// Measures a codec by the engine's own coded ops: encoding with its memory of what was not sent,
+/// Measures a codec by the engine's own coded ops: encoding with its state of what was not sent,
 /// decoding as ranks' messages are combined. Gradients are normal and come from main memory or the
 /// last cache, as after a backward pass; sizes go from 256 bytes to 4 MiB by factors of 4.
 ///

@@ -20,7 +20,7 @@ CodecWorker::CodecWorker(CodingSpace space, bool encodes_first, Callback encoded
     : encoded_(std::move(encoded)),
       decoded_(std::move(decoded)),
       ops_(make_coded_ops(with_cancellation(std::move(space), cancellation_))),
-      jobs_(Before{encodes_first}) {
+      tasks_(Before{encodes_first}) {
   thread_ = std::thread([this] { run(); });
 }
 
@@ -38,9 +38,9 @@ bool CodecWorker::quiesce() {
   return std::ranges::all_of(ops_, [](const auto& op) { return !op || op->quiesce(); });
 }
 
-void CodecWorker::put(Job job) {
+void CodecWorker::put(Task task) {
   MutexLock lock(mutex_);
-  jobs_.insert(std::move(job));
+  tasks_.insert(std::move(task));
   work_.notify_one();
 }
 
@@ -48,23 +48,23 @@ void CodecWorker::run() {
   std::fesetenv(FE_DFL_ENV);  // who made the thread may flush subnormals
   MutexLock lock(mutex_);
   for (;;) {
-    while (!stopping_ && jobs_.empty()) work_.wait(mutex_);
+    while (!stopping_ && tasks_.empty()) work_.wait(mutex_);
     if (stopping_) return;
-    const Job job = jobs_.extract(jobs_.begin()).value();
+    const Task task = tasks_.extract(tasks_.begin()).value();
     MutexUnlock unlocked(mutex_);
-    execute(job);
+    execute(task);
   }
 }
 
-void CodecWorker::execute(const Job& job) {
-  CodedOp& op = *ops_[static_cast<size_t>(job.op)];
+void CodecWorker::execute(const Task& task) {
+  CodedOp& op = *ops_[static_cast<size_t>(task.op)];
   std::exception_ptr error;
   try {
-    job.decodes ? op.decode(job.context) : op.encode(job.context);
+    task.decodes ? op.decode(task.context) : op.encode(task.context);
   } catch (...) {
     error = std::current_exception();
   }
-  (job.decodes ? decoded_ : encoded_)(job.op, error);
+  (task.decodes ? decoded_ : encoded_)(task.op, error);
 }
 
 }  // namespace usbyte

@@ -19,8 +19,8 @@ namespace usbyte {
 /// The thread that encodes the messages of coded ops and decodes those of all ranks.
 ///
 /// Ownership: from `encode` until its callback, and from `decode` until its callback, the worker
-/// alone uses the op's part of the arena, its codec state and its buffer. In between the buffer
-/// belongs to the communicator. Callbacks run on the worker's thread, without any lock.
+/// alone uses the op's part of the flat buffer, its codec state and its buffer. In between the
+/// buffer belongs to the communicator. Callbacks run on the worker's thread, without any lock.
 class CodecWorker {
  public:
   using Callback = std::function<void(int op, std::exception_ptr error)>;
@@ -31,9 +31,9 @@ class CodecWorker {
   ~CodecWorker() { stop(); }
   /// Ends waits for the device, which fail then. Called before the network is aborted.
   void cancel() { cancellation_.cancel(); }
-  /// Drops jobs that are not begun and those to come, and waits for the one that is.
+  /// Drops tasks that are not begun and those to come, and waits for the one that is.
   void stop();
-  /// After `stop`: whether nothing uses messages and arena any more; see `CodedOp::quiesce`.
+  /// After `stop`: whether nothing uses messages and flat buffer any more; see `CodedOp::quiesce`.
   bool quiesce();
 
   /// What travels for a coded op.
@@ -44,7 +44,7 @@ class CodecWorker {
   void decode(int op, CodingContext context) { put({op, true, std::move(context)}); }
 
  private:
-  struct Job {
+  struct Task {
     int op;
     bool decodes;
     CodingContext context;
@@ -52,15 +52,15 @@ class CodecWorker {
   // The first op of the plan first.
   struct Before {
     bool encodes_first;
-    bool operator()(const Job& a, const Job& b) const {
+    bool operator()(const Task& a, const Task& b) const {
       if (encodes_first && a.decodes != b.decodes) return b.decodes;
       return std::tie(a.op, a.decodes) < std::tie(b.op, b.decodes);
     }
   };
 
-  void put(Job job);
+  void put(Task task);
   void run();
-  void execute(const Job& job);
+  void execute(const Task& task);
 
   const Callback encoded_, decoded_;
   CancellationToken cancellation_;
@@ -68,7 +68,7 @@ class CodecWorker {
 
   Mutex mutex_;
   ConditionVariable work_;
-  std::set<Job, Before> jobs_ USBYTE_GUARDED_BY(mutex_);
+  std::set<Task, Before> tasks_ USBYTE_GUARDED_BY(mutex_);
   bool stopping_ USBYTE_GUARDED_BY(mutex_) = false;
 
   std::thread thread_;

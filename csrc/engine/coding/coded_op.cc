@@ -5,7 +5,7 @@
 #include <map>
 #include <span>
 
-#include "arena_floats.h"
+#include "buffer_floats.h"
 #include "device_coding.h"
 #include "message_layout.h"
 #include "usbyte/error.h"
@@ -13,12 +13,12 @@
 namespace usbyte {
 namespace {
 
-using Floats = std::shared_ptr<ArenaFloats>;
+using Floats = std::shared_ptr<BufferFloats>;
 
-Memory memory_of(const CodingSpace& space, const Codec& codec, Block block) {
-  Memory out;
-  for (int row = 0; row < codec.memories(); ++row) {
-    out.rows[static_cast<size_t>(row)] = space.memory + row * space.plan.numel() + block.begin;
+CodecState state_of(const CodingSpace& space, const Codec& codec, Block block) {
+  CodecState out;
+  for (int row = 0; row < codec.state_rows(); ++row) {
+    out.rows[static_cast<size_t>(row)] = space.codec_state + row * space.plan.numel() + block.begin;
   }
   return out;
 }
@@ -26,7 +26,7 @@ Memory memory_of(const CodingSpace& space, const Codec& codec, Block block) {
 // Messages of a codec, made and read by the host.
 class MessagesOp final : public CodedOp {
  public:
-  MessagesOp(const CodingSpace& space, const CodedPart& part, std::shared_ptr<const Codec> codec,
+  MessagesOp(const CodingSpace& space, const CodedShare& part, std::shared_ptr<const Codec> codec,
              MessageLayout layout, Floats floats)
       : CodedOp(part.op, layout.kind, layout.dtype),
         codec_(std::move(codec)),
@@ -38,18 +38,18 @@ class MessagesOp final : public CodedOp {
         buffer_(space.device, layout_.bytes) {
     travels(buffer_.data(), buffer_.size());
     for (const auto& run : layout_.sent) {
-      memories_.push_back(memory_of(space, *codec_, run.block));
+      states_.push_back(state_of(space, *codec_, run.block));
       reads_.push_back(run.block);
     }
     for (const auto& run : layout_.received) writes_.push_back(run.block);
-    if (codec_->memories() > 0) keeps_ = reads_;
+    if (codec_->state_rows() > 0) keeps_ = reads_;
   }
 
   void encode(const CodingContext& context) override {
     for (size_t i = 0; i < layout_.sent.size(); ++i) {
       const auto [block, at] = layout_.sent[i];
       const RngKey rng = RngKey::of(seed_, context.step, block.begin, drawer_);
-      codec_->send(floats_->load(block), memories_[i], rng, size_, buffer_.data() + at);
+      codec_->send(floats_->load(block), states_[i], rng, size_, buffer_.data() + at);
     }
   }
 
@@ -75,7 +75,7 @@ class MessagesOp final : public CodedOp {
   const int drawer_, size_;
   const uint64_t seed_;
   const HostBytes buffer_;
-  std::vector<Memory> memories_;  // of each run that is sent
+  std::vector<CodecState> states_;  // of each run that is sent
 };
 
 // Elements that a codec has picked, which are added up as rows of one.
@@ -92,12 +92,12 @@ class SelectedSumOp final : public CodedOp {
     travels(nullptr, 0);
     int64_t longest = 0;
     for (Block b : op.blocks) {
-      memories_.push_back(memory_of(space, *codec_, b));
+      states_.push_back(state_of(space, *codec_, b));
       longest = std::max(longest, codec_->message_bytes(b.numel()));
     }
     message_ = Buffer(longest);
     reads_ = writes_ = op.blocks;
-    if (codec_->memories() > 0) keeps_ = reads_;
+    if (codec_->state_rows() > 0) keeps_ = reads_;
   }
 
   void encode(const CodingContext& context) override {
@@ -107,7 +107,7 @@ class SelectedSumOp final : public CodedOp {
     for (size_t i = 0; i < reads_.size(); ++i) {
       const Block block = reads_[i];
       const RngKey rng = RngKey::of(seed_, context.step, block.begin, rank_);
-      codec_->send(floats_->load(block), memories_[i], rng, size_, message_.data());
+      codec_->send(floats_->load(block), states_[i], rng, size_, message_.data());
       codec_->selection()->read(message_.data(), block.numel(), first, ids_, values_);
       first += block.numel();
     }
@@ -139,8 +139,8 @@ class SelectedSumOp final : public CodedOp {
   const Floats floats_;
   const int rank_, size_;
   const uint64_t seed_;
-  std::vector<Memory> memories_;  // by block
-  Buffer message_;                // of one block
+  std::vector<CodecState> states_;  // by block
+  Buffer message_;                  // of one block
   std::vector<int64_t> ids_;
   std::vector<float> values_;
   SparseRows sum_;
@@ -166,7 +166,7 @@ class RoundOp final : public CodedOp {
       const int64_t count = codec_->matrices()->rank() * (is_first_ ? t.rows : t.cols());
       const std::span<float> sums(next, static_cast<size_t>(count));
       if (is_first_) first[b] = sums;
-      matrices_.push_back({b, t.rows, t.cols(), memory_of(space, *codec_, b), first.at(b), sums});
+      matrices_.push_back({b, t.rows, t.cols(), state_of(space, *codec_, b), first.at(b), sums});
       next += count;
       (is_first_ ? reads_ : writes_).push_back(b);
       keeps_.push_back(b);
@@ -177,9 +177,9 @@ class RoundOp final : public CodedOp {
     for (Matrix& m : matrices_) {
       if (is_first_) {
         const RngKey rng = RngKey::of(space_.seed, context.step, m.block.begin, space_.rank);
-        codec_->matrices()->first(floats_->load(m.block), m.rows, m.memory, rng, m.sums);
+        codec_->matrices()->first(floats_->load(m.block), m.rows, m.state, rng, m.sums);
       } else {
-        codec_->matrices()->second(m.rows, m.cols, m.memory, m.first, m.sums);
+        codec_->matrices()->second(m.rows, m.cols, m.state, m.first, m.sums);
       }
     }
   }
@@ -188,7 +188,7 @@ class RoundOp final : public CodedOp {
     if (is_first_) return;  // its sums are what the second round is made of
     for (Matrix& m : matrices_) {
       const std::span<float> values = floats_->room(m.block);
-      codec_->matrices()->finish(m.rows, m.first, m.sums, m.memory, values);
+      codec_->matrices()->finish(m.rows, m.first, m.sums, m.state, values);
       floats_->store(m.block, values);
     }
   }
@@ -197,7 +197,7 @@ class RoundOp final : public CodedOp {
   struct Matrix {
     Block block;
     int64_t rows, cols;
-    Memory memory;
+    CodecState state;
     std::span<float> first, sums;  // of the first round, and of this one
   };
 
@@ -216,7 +216,7 @@ CodedOp::CodedOp(const Op& planned, Collective kind, DType dtype) {
   request_.dtype = dtype;
   request_.window_bytes = planned.window_bytes;
   request_.fence = planned.fence;
-  request_.line = planned.line;
+  request_.dimension = planned.dimension;
 }
 
 void CodedOp::travels(std::byte* buffer, int64_t bytes) {
@@ -227,7 +227,7 @@ void CodedOp::travels(std::byte* buffer, int64_t bytes) {
 
 std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(
     const CodingSpace& space, const std::function<bool(const Op&, const Codec&)>& wanted) {
-  const auto floats = std::make_shared<ArenaFloats>(space.plan, space.arena);
+  const auto floats = std::make_shared<BufferFloats>(space.plan, space.flat_buffer);
   RoundOp::FirstSums first;
   std::vector<std::unique_ptr<CodedOp>> out;
   for (const Op& op : space.plan.ops()) {
@@ -239,7 +239,7 @@ std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(
     } else if (codec->matrices() && op.kind != Collective::all_reduce) {
       out.push_back(std::make_unique<RoundOp>(space, op, codec, floats, first));
     } else {
-      const CodedPart part(op, space.mesh, space.rank, space.size);
+      const CodedShare part(op, space.mesh, space.rank, space.size);
       out.push_back(
           std::make_unique<MessagesOp>(space, part, codec, MessageLayout(part, *codec), floats));
     }
@@ -250,8 +250,8 @@ std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(
 std::vector<std::unique_ptr<CodedOp>> make_coded_ops(const CodingSpace& space) {
   for (const Op& op : space.plan.ops()) {
     const auto codec = make_codec(op.codec);
-    if (codec && codec->memories() > 0 && !space.memory) {
-      throw UsageError("codec '" + op.codec + "' needs a memory of what it has not sent");
+    if (codec && codec->state_rows() > 0 && !space.codec_state) {
+      throw UsageError("codec '" + op.codec + "' needs a codec state for what it has not sent");
     }
   }
   if (space.device) return make_device_coded_ops(space);

@@ -17,23 +17,23 @@ namespace usbyte {
 
 class CancellationToken;
 
-/// What coded ops work on; `plan`, `arena` and `memory` outlive them.
+/// What coded ops work on; `plan`, `flat_buffer` and `codec_state` outlive them.
 struct CodingSpace {
   const Plan& plan;
-  std::byte* arena;  ///< on `device`, if there is one
-  /// Rows of what codecs remember, each of as many float32 as the arena has elements; where the
-  /// arena is. Null if no codec remembers anything.
-  float* memory;
+  std::byte* flat_buffer;  ///< on `device`, if there is one
+  /// Rows of what codecs remember, each of as many float32 as the flat buffer has elements; where
+  /// the flat buffer is. Null if no codec remembers anything.
+  float* codec_state;
   int rank, size;
   uint64_t seed;
   std::shared_ptr<Cuda> device = nullptr;
   CancellationToken* cancellation = nullptr;  ///< ends waits for the device; outlives them
-  const Topology* mesh = nullptr;             ///< of the ranks; null where there are no lines
+  const Topology* mesh = nullptr;             ///< of the ranks; null where there are no dimensions
 };
 
 /// The step and, on a device, the stream order in which a coded op runs: `encode` runs after
-/// `order->after`, the network as `order` says, and `done` is recorded once the arena holds what
-/// was decoded.
+/// `order->after`, the network as `order` says, and `done` is recorded once the flat buffer holds
+/// what was decoded.
 struct CodingContext {
   int64_t step = 0;
   std::optional<StreamOrder> order = std::nullopt;
@@ -59,10 +59,10 @@ class CodedOp {
   virtual void sum(SparseRows /*rows*/) {}
   /// Its window and fence are the plan's.
   const Request& request() const { return request_; }
-  /// Blocks of the arena that `encode` reads, and that `decode` writes.
+  /// Blocks of the flat buffer that `encode` reads, and that `decode` writes.
   const std::vector<Block>& reads() const { return reads_; }
   const std::vector<Block>& writes() const { return writes_; }
-  /// Blocks whose memory both change.
+  /// Blocks whose state both change.
   const std::vector<Block>& keeps() const { return keeps_; }
 
  protected:
@@ -76,7 +76,7 @@ class CodedOp {
 
 /// By op of the plan; null for ops without a codec. Where there is a device, casts and codecs that
 /// work by groups are kernels; others code on the host what is copied to and fro. Throws UsageError
-/// where memory is missing.
+/// where the state is missing.
 std::vector<std::unique_ptr<CodedOp>> make_coded_ops(const CodingSpace& space);
 
 }  // namespace usbyte

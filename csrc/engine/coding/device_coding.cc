@@ -15,21 +15,21 @@ namespace usbyte {
 namespace {
 
 // What the coded ops of one engine share: streams, as what is encoded must not wait for what is yet
-// to be received; messages on the device; and the host's copies of the arena and, of so many rows,
-// the memory.
+// to be received; messages on the device; and the host's copies of the flat buffer and, of so many
+// rows, the memory.
 struct Lanes {
   Lanes(const CodingSpace& space, bool mirrored, int rows)
       : cuda(space.device),
         cancellation(*space.cancellation),
         plan(space.plan),
-        arena(space.arena),
-        memory(space.memory),
+        flat_buffer(space.flat_buffer),
+        codec_state(space.codec_state),
         events(cuda),
         out(cuda, true),
         in(cuda, true),
         copied(events.acquire(EventKind::ordering)),
-        mirror(cuda, mirrored ? plan.arena_bytes() : 0),
-        memory_mirror(cuda, rows * plan.numel() * itemsize(DType::float32)) {}
+        mirror(cuda, mirrored ? plan.flat_buffer_bytes() : 0),
+        state_mirror(cuda, rows * plan.numel() * itemsize(DType::float32)) {}
   // Ops of a step that was not finished may be on the streams.
   ~Lanes() {
     for (const OwnedStream* stream : {&out, &in}) {
@@ -69,13 +69,13 @@ struct Lanes {
   const std::shared_ptr<Cuda> cuda;
   CancellationToken& cancellation;
   const Plan& plan;
-  std::byte* const arena;
-  float* const memory;
+  std::byte* const flat_buffer;
+  float* const codec_state;
   EventPool events;
   const OwnedStream out, in;
   const PooledEvent copied;  // for the host, which waits for one thing at a time
   const HostBytes mirror;
-  const HostBytes memory_mirror;
+  const HostBytes state_mirror;
   std::vector<std::byte*> buffers;
 };
 
@@ -131,14 +131,14 @@ class DeviceOp : public CodedOp {
 // A cast that the network adds up.
 class CastOp final : public DeviceOp {
  public:
-  CastOp(std::shared_ptr<Lanes> lanes, const CodedPart& part, DType from, DType message)
+  CastOp(std::shared_ptr<Lanes> lanes, const CodedShare& part, DType from, DType message)
       : DeviceOp(std::move(lanes), part.op, Collective::all_reduce, message,
                  elements(part.op) * itemsize(message)),
         dtype_(from),
         message_(message) {
     std::byte* at = buffer();
     for (Block b : part.op.blocks) {
-      std::byte* const values = lanes_->arena + lanes_->plan.byte_offset(b.begin);
+      std::byte* const values = lanes_->flat_buffer + lanes_->plan.byte_offset(b.begin);
       casts_.push_back({values, at, b.numel()});
       back_.push_back({at, values, b.numel()});
       at += b.numel() * itemsize(message);
@@ -166,7 +166,7 @@ class CastOp final : public DeviceOp {
 // A codec whose groups kernels encode and decode, or a cast in parts.
 class GroupsOp final : public DeviceOp {
  public:
-  GroupsOp(std::shared_ptr<Lanes> lanes, const CodedPart& part, DType from, const Codec& codec,
+  GroupsOp(std::shared_ptr<Lanes> lanes, const CodedShare& part, DType from, const Codec& codec,
            MessageLayout layout, uint64_t seed)
       : DeviceOp(std::move(lanes), part.op, layout.kind, layout.dtype, layout.bytes),
         kernels_(*codec.kernels()),
@@ -175,7 +175,7 @@ class GroupsOp final : public DeviceOp {
         drawer_(part.drawer),
         seed_(seed + layout_.salt) {
     for (const auto& [block, at] : layout_.sent) {
-      float* const kept = codec.memories() > 0 ? lanes_->memory + block.begin : nullptr;
+      float* const kept = codec.state_rows() > 0 ? lanes_->codec_state + block.begin : nullptr;
       encodings_.push_back({values(block), kept, buffer() + at, block.numel(), 0});
       reads_.push_back(block);
     }
@@ -187,7 +187,7 @@ class GroupsOp final : public DeviceOp {
 
  private:
   std::byte* values(Block b) const {
-    return b.numel() == 0 ? nullptr : lanes_->arena + lanes_->plan.byte_offset(b.begin);
+    return b.numel() == 0 ? nullptr : lanes_->flat_buffer + lanes_->plan.byte_offset(b.begin);
   }
 
   void encode_behind(const CodingContext& context) override {
@@ -213,7 +213,7 @@ class GroupsOp final : public DeviceOp {
 // one kind of memory only.
 class HostedOp final : public DeviceOp {
  public:
-  HostedOp(std::shared_ptr<Lanes> lanes, const CodedPart& part, const Codec& codec,
+  HostedOp(std::shared_ptr<Lanes> lanes, const CodedShare& part, const Codec& codec,
            std::unique_ptr<CodedOp> host)
       : DeviceOp(std::move(lanes), part.op, host->request().kind, host->request().dtype,
                  bytes_of(*host)),
@@ -222,7 +222,7 @@ class HostedOp final : public DeviceOp {
         sends_(request_.kind == Collective::all_gather
                    ? shard({0, bytes_of(*host_)}, part.rank, part.size)
                    : Block{0, bytes_of(*host_)}),
-        rows_(codec.memories()),
+        rows_(codec.state_rows()),
         rounds_(!codec.matrices() || part.op.kind == Collective::all_reduce ? Rounds::none
                 : part.op.kind == Collective::all_gather                    ? Rounds::second
                                                                             : Rounds::first) {
@@ -243,11 +243,11 @@ class HostedOp final : public DeviceOp {
   std::byte* message() const { return static_cast<std::byte*>(host_->request().recv.front().data); }
 
   void encode_behind(const CodingContext& context) override {
-    for (Block b : reads_) copy(b, lanes_->mirror.data(), lanes_->arena, out());
-    if (rounds_ != Rounds::second) copy_memory(mirrored(), lanes_->memory, out());
+    for (Block b : reads_) copy(b, lanes_->mirror.data(), lanes_->flat_buffer, out());
+    if (rounds_ != Rounds::second) copy_state(mirrored(), lanes_->codec_state, out());
     lanes_->await(out());
     host_->encode(context);
-    if (rounds_ == Rounds::none) copy_memory(lanes_->memory, mirrored(), out());
+    if (rounds_ == Rounds::none) copy_state(lanes_->codec_state, mirrored(), out());
     if (sends_.numel() > 0) {
       cuda().copy(buffer() + sends_.begin, message() + sends_.begin,
                   static_cast<size_t>(sends_.numel()), out());
@@ -260,11 +260,11 @@ class HostedOp final : public DeviceOp {
     }
     lanes_->await(in());
     host_->decode(context);
-    for (Block b : writes_) copy(b, lanes_->arena, lanes_->mirror.data(), in());
-    if (rounds_ == Rounds::second) copy_memory(lanes_->memory, mirrored(), in());
+    for (Block b : writes_) copy(b, lanes_->flat_buffer, lanes_->mirror.data(), in());
+    if (rounds_ == Rounds::second) copy_state(lanes_->codec_state, mirrored(), in());
   }
-  float* mirrored() const { return reinterpret_cast<float*>(lanes_->memory_mirror.data()); }
-  void copy_memory(float* to, const float* from, CudaStream stream) const {
+  float* mirrored() const { return reinterpret_cast<float*>(lanes_->state_mirror.data()); }
+  void copy_state(float* to, const float* from, CudaStream stream) const {
     for (Block b : host_->keeps()) {
       for (int64_t row = 0; row < rows_; ++row) {
         const int64_t at = row * lanes_->plan.numel() + b.begin;
@@ -289,7 +289,7 @@ class HostedOp final : public DeviceOp {
 
 bool is_cast(const Plan& plan, const Op& op, const Codec& codec) {
   const DType to = codec.message_dtype(), from = plan.dtype(op.blocks.front());
-  return op.kind == Collective::all_reduce && codec.adds() && codec.memories() == 0 &&
+  return op.kind == Collective::all_reduce && codec.adds() && codec.state_rows() == 0 &&
          (to == DType::float16 || to == DType::bfloat16) && from != DType::float64;
 }
 
@@ -321,12 +321,12 @@ std::vector<std::unique_ptr<CodedOp>> make_device_coded_ops(const CodingSpace& s
     const auto codec = make_codec(op.codec);
     if (!codec || !on_host(op, *codec)) continue;
     mirrored = true;
-    rows = std::max(rows, codec->memories());
+    rows = std::max(rows, codec->state_rows());
   }
   const auto lanes = std::make_shared<Lanes>(space, mirrored, rows);
   CodingSpace host = space;
-  host.arena = lanes->mirror.data();
-  host.memory = reinterpret_cast<float*>(lanes->memory_mirror.data());
+  host.flat_buffer = lanes->mirror.data();
+  host.codec_state = reinterpret_cast<float*>(lanes->state_mirror.data());
   std::vector<std::unique_ptr<CodedOp>> out;
   auto hosted = make_host_coded_ops(host, on_host);
   for (size_t i = 0; i < ops.size(); ++i) {
@@ -335,7 +335,7 @@ std::vector<std::unique_ptr<CodedOp>> make_device_coded_ops(const CodingSpace& s
       out.push_back(nullptr);
       continue;
     }
-    const CodedPart part(ops[i], space.mesh, space.rank, space.size);
+    const CodedShare part(ops[i], space.mesh, space.rank, space.size);
     const DType from = space.plan.dtype(ops[i]);
     if (hosted[i]) {
       out.push_back(std::make_unique<HostedOp>(lanes, part, *codec, std::move(hosted[i])));

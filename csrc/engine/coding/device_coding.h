@@ -26,7 +26,7 @@ class HostBytes {
   int64_t size_ = 0;
 };
 
-/// As `make_coded_ops`, of those ops that are `wanted`; arena and memory are the host's, and
+/// As `make_coded_ops`, of those ops that are `wanted`; flat buffer and state are the host's, and
 /// messages page-locked if there is a device.
 std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(
     const CodingSpace& space, const std::function<bool(const Op&, const Codec&)>& wanted);

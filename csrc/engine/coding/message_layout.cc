@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "message_layout.h"
 
-#include "plan/lines.h"
+#include "plan/dimension_path.h"
 
 namespace usbyte {
 namespace {
@@ -13,17 +13,17 @@ Collective travels_by(Collective kind, const Codec& codec) {
 
 }  // namespace
 
-CodedPart::CodedPart(const Op& planned, const Topology* mesh, int of, int among)
+CodedShare::CodedShare(const Op& planned, const Topology* mesh, int of, int among)
     : op(planned), rank(of), size(among), drawer(of) {
-  if (op.line < 0) return;
+  if (op.dimension < 0) return;
   op.blocks = worked_on(planned, mesh, of);
-  rank = mesh->coordinates(of)[static_cast<size_t>(op.line)];
+  rank = mesh->coordinates(of)[static_cast<size_t>(op.dimension)];
   size = dimension_of(op, *mesh).size;
   // What is scattered, by another chance than what it is added up by afterwards.
   drawer = op.kind == Collective::reduce_scatter ? among + of : rank;
 }
 
-MessageLayout::MessageLayout(const CodedPart& part, const Codec& codec)
+MessageLayout::MessageLayout(const CodedShare& part, const Codec& codec)
     : kind(travels_by(part.op.kind, codec)),
       dtype(part.op.kind == Collective::all_reduce ? codec.message_dtype() : DType::uint8),
       ranks(part.op.kind == Collective::all_gather || kind == Collective::all_reduce ? 1

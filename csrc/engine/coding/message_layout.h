@@ -12,12 +12,12 @@
 namespace usbyte {
 
 /// What a rank codes of an op, and who it is among those that exchange the messages.
-struct CodedPart {
-  /// `of` among all ranks, `among` so many. `mesh` may be null for ops without a line.
-  CodedPart(const Op& planned, const Topology* mesh, int of, int among);
+struct CodedShare {
+  /// `of` among all ranks, `among` so many. `mesh` may be null for ops among all ranks.
+  CodedShare(const Op& planned, const Topology* mesh, int of, int among);
 
   Op op;           ///< of the blocks that it works on, of which there may be none
-  int rank, size;  ///< in its line, if the op has one
+  int rank, size;  ///< in its axis group, if the op has a dimension
   int drawer;      ///< whose chance it codes by: a rank, or a number that no rank has
 };
 
@@ -31,7 +31,7 @@ struct MessageLayout {
     int64_t at;  ///< of the buffer, bytes
   };
 
-  MessageLayout(const CodedPart& part, const Codec& codec);
+  MessageLayout(const CodedShare& part, const Codec& codec);
 
   Collective kind;  ///< of the network
   DType dtype;      ///< of what the network carries

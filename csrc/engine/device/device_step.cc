@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "plan/lines.h"
+#include "plan/dimension_path.h"
 #include "usbyte/error.h"
 #include "usbyte/timeline.h"
 
@@ -60,10 +60,10 @@ StepRecord DeviceRecord::resolve(DeviceClock& clock) const {
   return out;
 }
 
-DeviceStep::DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda> cuda, double scale,
-                       bool hold_gathers)
+DeviceStep::DeviceStep(const Plan& plan, std::byte* flat_buffer, std::shared_ptr<Cuda> cuda,
+                       double scale, bool hold_gathers)
     : plan_(plan),
-      arena_(arena),
+      flat_buffer_(flat_buffer),
       cuda_(std::move(cuda)),
       scale_(scale),
       hold_gathers_(hold_gathers),
@@ -162,7 +162,7 @@ void DeviceStep::complete(int op, CudaStream stream, std::vector<int>& packed) {
     if (spec.sparse()) continue;
     gradient.packed_for = op;
     packed.push_back(tensor);
-    std::byte* const target = arena_ + plan_.byte_offset(spec.offset);
+    std::byte* const target = flat_buffer_ + plan_.byte_offset(spec.offset);
     const void* const source = gradient.source ? gradient.source : target;
     if (source != target || scale_ != 1) segments.push_back({source, target, spec.numel});
   }
@@ -278,7 +278,7 @@ void DeviceStep::check_not_captured(CudaStream stream) {
   if (!cuda_->capturing(stream)) return;
   throw UsageError(
       "a training step is being captured into a CUDA graph, which would not replay the "
-      "communication of a DistributedOptimizer: leave backward() and step() out of the capture");
+      "communication of a DistributedOptimizer: do not capture backward() and step()");
 }
 
 std::vector<Moment> DeviceStep::ends() const {

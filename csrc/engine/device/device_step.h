@@ -40,8 +40,8 @@ struct LaunchedOp {
   Moment started, done;
 };
 
-/// The device's side of a step: gradients are packed into the arena, and events put streams and ops
-/// in order. Nothing blocks the host but what says so.
+/// The device's side of a step: gradients are packed into the flat buffer, and events put streams
+/// and ops in order. Nothing blocks the host but what says so.
 ///
 /// The engine calls `order` on the thread that launches and everything else on its callers'. A call
 /// of CUDA may block once a device has much to do, for ever if that hangs; so `mutex_`, which
@@ -50,18 +50,18 @@ class DeviceStep {
  public:
   /// `plan` outlives it. Gradients are multiplied with `scale`. With `hold_gathers`, all_gathers
   /// wait for `release`.
-  DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda> cuda, double scale,
+  DeviceStep(const Plan& plan, std::byte* flat_buffer, std::shared_ptr<Cuda> cuda, double scale,
              bool hold_gathers);
 
   /// Throws UsageError if the stream is being captured.
   void check_not_captured(CudaStream stream);
-  /// The next step: what comes later on `stream` may write to the arena. With `timed`, tensors,
-  /// gates and updates are in the record, too.
+  /// The next step: what comes later on `stream` may write to the flat_buffer. With `timed`,
+  /// tensors, gates and updates are in the record, too.
   void begin(CudaStream stream, bool timed);
   /// The gradient of `tensor` is what `source` holds behind what is on `stream` now; it may be in
-  /// the arena already, and is not there if `source` is null. The last gradient that an op waits
-  /// for packs, on its stream, all that the op touches and that have not been. Returns the tensors
-  /// packed: later work on `stream` may use their memory again. Rows are not packed.
+  /// the flat buffer already, and is not there if `source` is null. The last gradient that an op
+  /// waits for packs, on its stream, all that the op touches and that have not been. Returns the
+  /// tensors packed: later work on `stream` may use their memory again. Rows are not packed.
   std::vector<int> gradient(int tensor, CudaStream stream, const void* source);
   /// What the all_gathers send is there behind what is on `stream` now.
   void release(CudaStream stream);
@@ -70,7 +70,8 @@ class DeviceStep {
   /// For `op`, whose inputs are there: for the network, or, if it has a codec, for its messages on
   /// the network. Its events are this object's until the next `begin`.
   StreamOrder order(int op);
-  /// To be recorded when the arena holds what `op`, which has a codec and an order, has brought.
+  /// To be recorded when the flat buffer holds what `op`, which has a codec and an order, has
+  /// brought.
   CudaEvent done(int op) const;
   /// The messages of `op`, which has a codec, are on their stream: it is in the record from now on.
   void received(int op);
@@ -108,7 +109,7 @@ class DeviceStep {
   bool coded(size_t op) const { return plan_.ops()[op].codec != "none"; }
 
   const Plan& plan_;
-  std::byte* const arena_;
+  std::byte* const flat_buffer_;
   const std::shared_ptr<Cuda> cuda_;
   const double scale_;
   const bool hold_gathers_;

@@ -26,8 +26,8 @@ struct RngKey {
 };
 
 /// What a codec remembers of a run of elements from one step to the next.
-struct Memory {
-  /// As many as its `memories`: a float32 for each element, 0 at first. They belong to the
+struct CodecState {
+  /// As many as its `state_rows`: a float32 for each element, 0 at first. They belong to the
   /// parameters and outlive plans.
   std::array<float*, 2> rows{};
   /// Of the run under this plan; 0 at first.
@@ -56,7 +56,7 @@ struct GroupCodec {
   };
 
   Kind kind;
-  /// Memory is a running mean of the gradients with this momentum, which is what is encoded;
+  /// The state is a running mean of the gradients with this momentum, which is what is encoded;
   /// otherwise it is what has not been sent. Negative if it is not a mean.
   double momentum = -1;
 };
@@ -79,9 +79,9 @@ class Codec {
   virtual DType message_dtype() const { return DType::uint8; }
   /// Bytes of the message of `count` elements, whatever they are.
   virtual int64_t message_bytes(int64_t count) const = 0;
-  /// Rows of a Memory. One is error feedback, unless a codec says otherwise: training needs what
+  /// Rows of its state. One is error feedback, unless a codec says otherwise: training needs what
   /// is lost to be added to the next gradient.
-  virtual int memories() const { return 1; }
+  virtual int state_rows() const { return 1; }
   /// What the rows are, one after the other: "unsent", "unsent, velocity"; empty without any. A
   /// codec can go on with the rows of another as far as they are the same.
   virtual std::string remembers() const;
@@ -111,16 +111,16 @@ class Codec {
   /// codec says otherwise. At least one message.
   virtual void combine(std::span<const std::byte* const> messages, const RngKey& rng,
                        std::span<float> values) const;
-  /// Encodes a step's gradient together with what `memory` holds, and keeps there what training
+  /// Encodes a step's gradient together with what `state` holds, and keeps there what training
   /// needs later. Error feedback, unless a codec says otherwise: of r += g what the message says is
   /// taken away. What is not finite shows in this message and is not kept, so that one overflow is
   /// seen in one step.
-  virtual void send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int ranks,
-                    std::byte* message) const;
+  virtual void send(std::span<const float> gradient, CodecState& state, const RngKey& rng,
+                    int ranks, std::byte* message) const;
 };
 
 /// How a codec of two rounds makes less of a matrix of `rows` x `cols`, row by row. In the first
-/// round all ranks add up rows x rank numbers, in the second cols x rank. Memory of two rows: what
+/// round all ranks add up rows x rank numbers, in the second cols x rank. State of two rows: what
 /// has not been sent, and from its beginning cols x rank numbers to start the next step from.
 ///
 /// Every rank has the same sums, and makes the same numbers of them.
@@ -131,16 +131,16 @@ class Matrices {
   virtual int rank() const = 0;
   /// It takes less than to send the matrix as it is.
   bool pays(int64_t rows, int64_t cols) const { return rank() * (rows + cols) < rows * cols; }
-  /// sums = this rank's part of the first round; the gradient is in the memory afterwards.
-  virtual void first(std::span<const float> gradient, int64_t rows, Memory& memory,
+  /// sums = this rank's part of the first round; the gradient is in the state afterwards.
+  virtual void first(std::span<const float> gradient, int64_t rows, CodecState& state,
                      const RngKey& rng, std::span<float> sums) const = 0;
   /// Makes the second round's part of the first one's sums, which it changes, and takes what is
-  /// sent out of the memory.
-  virtual void second(int64_t rows, int64_t cols, Memory& memory, std::span<float> first,
+  /// sent out of the state.
+  virtual void second(int64_t rows, int64_t cols, CodecState& state, std::span<float> first,
                       std::span<float> sums) const = 0;
-  /// values = what both rounds say; what the next step begins with goes to the memory.
+  /// values = what both rounds say; what the next step begins with goes to the state.
   virtual void finish(int64_t rows, std::span<const float> first, std::span<const float> second,
-                      Memory& memory, std::span<float> values) const = 0;
+                      CodecState& state, std::span<float> values) const = 0;
 };
 
 /// How a codec's messages are read that are elements and their indices.

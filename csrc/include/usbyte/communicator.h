@@ -65,9 +65,9 @@ struct Request {
   /// How an all_reduce goes through the dimensions of a network, for those that have a `topology`.
   /// Others do not look at it: what they do has the same result, but for the order of sums.
   std::shared_ptr<const MeshSchedule> schedule = nullptr;
-  /// Among the ranks of this one's line in that dimension only; -1: all. Only communicators that
-  /// have a `topology` take others.
-  int line = -1;
+  /// Among the ranks of this one's axis group in that dimension only; -1: all. Only communicators
+  /// that have a `topology` take others.
+  int dimension = -1;
 };
 
 /// What keeps a request of kind sparse_all_reduce from being carried out.

@@ -28,15 +28,17 @@ struct EngineOptions {
   int64_t steps_before = 0;
   /// No all_gather is launched before `release_gathers`.
   bool hold_gathers = false;
-  /// The device that holds the arena; null if the host does.
+  /// The device that holds the flat buffer; null if the host does.
   std::shared_ptr<Cuda> device = nullptr;
   /// What sparse gradients travel over; ends with the engine.
   std::shared_ptr<Exchange> exchange = nullptr;
-  /// Multiplied with gradients as they are taken into the arena, and with sums of sparse ones.
+  /// Multiplied with gradients as they are taken into the flat buffer, and with sums of sparse
+  /// ones.
   double scale = 1;
-  /// The codecs' state, such as error feedback: [most `memories` of a codec, plan.numel()] float32,
-  /// all zeros at first, on the same device as the arena. Not owned; must outlive the engine.
-  float* memory = nullptr;
+  /// The codecs' state, such as error feedback: [most `state_rows` of a codec, plan.numel()]
+  /// float32, all zeros at first, on the same device as the flat_buffer. Not owned; must outlive
+  /// the engine.
+  float* codec_state = nullptr;
   /// Of what codecs draw by chance; the same on all ranks.
   uint64_t seed = 0;
   /// On a device, times of tensors and gates too; a timeline has them anyway.
@@ -62,11 +64,11 @@ struct EngineOptions {
 /// that they do not take the core, or the GIL, from the launching thread.
 ///
 /// On a device, methods do not wait for the device unless they say so. Gradients stay where they
-/// are until the last one that an op needs is ready: then one kernel packs them into the arena.
-/// Events order the streams: an op runs after its gradients, and later work on a stream that was
-/// given to `wait` runs after the op. A wait on the host ends when the op is on a stream or, if the
-/// communicator is not `stream_ordered`, when the network has done its part. For a sparse tensor it
-/// always ends then, as the host makes the sum.
+/// are until the last one that an op needs is ready: then one kernel packs them into the
+/// flat_buffer. Events order the streams: an op runs after its gradients, and later work on a
+/// stream that was given to `wait` runs after the op. A wait on the host ends when the op is on a
+/// stream or, if the communicator is not `stream_ordered`, when the network has done its part. For
+/// a sparse tensor it always ends then, as the host makes the sum.
 ///
 /// A fault ends a stream-ordered collective early, and work on the device that waits for it goes
 /// on: updates that were on a stream may have been applied to incomplete sums. The state of the
@@ -76,9 +78,9 @@ struct EngineOptions {
 /// FaultError. All methods are thread-safe.
 class Engine {
  public:
-  /// Starts the thread; it runs when this returns. `arena` holds `plan.arena_bytes()` bytes and,
-  /// like `communicator`, outlives the engine.
-  Engine(Plan plan, std::byte* arena, Communicator& communicator, EngineOptions options = {});
+  /// Starts the thread; it runs when this returns. `flat_buffer` holds `plan.flat_buffer_bytes()`
+  /// bytes and, like `communicator`, outlives the engine.
+  Engine(Plan plan, std::byte* flat_buffer, Communicator& communicator, EngineOptions options = {});
   /// Finishes the step if its backward is closed, else stops launching; waits for ops in flight
   /// (unless the engine has failed) and joins the thread.
   ~Engine();
@@ -89,12 +91,12 @@ class Engine {
 
   /// Opens the next step. Throws UsageError unless the previous one is drained, and while `stream`
   /// is captured into a CUDA graph. On a device, what comes later on `stream` may write to the
-  /// arena.
+  /// flat_buffer.
   void begin_step(CudaStream stream = {});
   /// The gradient of `tensor` is at `gradient`, on a device behind what is on `stream` now, or in
-  /// the arena if null, on the host scaled already. Returns the tensors of a device that have been
-  /// packed, whose own memory later work on `stream` may use again; on the host the arena has it
-  /// when this returns. Throws UsageError if it was already ready in this step.
+  /// the flat buffer if null, on the host scaled already. Returns the tensors of a device that have
+  /// been packed, whose own memory later work on `stream` may use again; on the host the flat
+  /// buffer has it when this returns. Throws UsageError if it was already ready in this step.
   std::vector<int> ready(int tensor, CudaStream stream = {}, const void* gradient = nullptr);
   /// The gradient of a sparse tensor, whose memory must live until the tensor has arrived. On a
   /// device, memory of which it is: behind what is on `stream` now, the first `*count` of the rows

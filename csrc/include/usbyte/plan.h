@@ -18,8 +18,8 @@ namespace usbyte {
 struct SparseDensity;
 struct SparseShape;
 
-/// Half-open range of arena elements. May begin and end inside a tensor and may span tensors of one
-/// dtype.
+/// Half-open range of flat buffer elements. May begin and end inside a tensor and may span tensors
+/// of one dtype.
 struct Block {
   int64_t begin = 0;
   int64_t end = 0;
@@ -59,12 +59,13 @@ struct SparseAllReduceSpec {
 /// An all_reduce with a `route` goes in chunks through the dimensions of the network; one without
 /// takes no notice of them. Routes and codecs exclude each other.
 ///
-/// An op with a `line` is among the ranks that differ in the coordinate of that dimension only. A
-/// reduce_scatter leaves a rank its `shard` by that coordinate; an all_reduce of the same blocks,
-/// with another line, adds these shards up; an all_gather with the first line ends it. All three
-/// are of the same blocks, and each may have a codec, whose messages go through the dimension of
-/// its line alone: that of the scatter remembers what is unsent or nothing, in the same row as that
-/// of the sum, and that of the gather remembers nothing.
+/// An op with a `dimension` is among the ranks of an axis group: those that differ in the
+/// coordinate of that dimension only. A reduce_scatter leaves a rank its `shard` by that
+/// coordinate; an all_reduce of the same blocks, with another dimension, adds these shards up; an
+/// all_gather with the first one ends it. All three are of the same blocks, and each may have a
+/// codec, whose messages go through the dimension of its dimension alone: that of the scatter
+/// remembers what is unsent or nothing, in the same row as that of the sum, and that of the gather
+/// remembers nothing.
 struct Op {
   Collective kind = Collective::all_reduce;
   std::vector<Block> blocks;
@@ -74,7 +75,7 @@ struct Op {
   std::optional<SparseAllReduceSpec> sparse = std::nullopt;
   std::string scheme = "";
   std::optional<MeshSchedule> route = std::nullopt;
-  int line = -1;  ///< -1: among all ranks
+  int dimension = -1;  ///< -1: among all ranks
 
   /// The scheme that adds up the op's rows; empty for ops that a communicator executes.
   const std::string& sparse_scheme() const { return sparse ? sparse->scheme : scheme; }
@@ -88,7 +89,7 @@ std::string policy_name(std::string name);
 
 /// What one iteration communicates, in launch order; byte-identical on every rank.
 ///
-/// The *arena* is the line of all gradient elements, in the order of `tensors`. Runs of tensors of
+/// The *flat buffer* holds all gradient elements, in the order of `tensors`. Runs of tensors of
 /// one dtype are segments; a block never crosses a segment's edge, and each segment starts on a
 /// 256-byte boundary of the buffer.
 class Plan {
@@ -99,7 +100,7 @@ class Plan {
   /// what their ops ask for, of floats only; every sparse tensor in exactly one sparse_all_reduce;
   /// every element covered exactly once by all_reduce, or exactly once by a reduce_scatter and once
   /// by a later all_gather whose block is the very block that was scattered, and, if these have a
-  /// line, once by an all_reduce with another one in between.
+  /// dimension, once by an all_reduce with another one in between.
   Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops);
   /// Another plan for the same tensors, which the two share.
   Plan with_ops(std::string policy, std::vector<Op> ops) const;
@@ -108,11 +109,11 @@ class Plan {
   const std::vector<TensorSpec>& tensors() const { return layout_->tensors; }
   const std::vector<Op>& ops() const { return ops_; }
 
-  /// Elements of the arena.
+  /// Elements of the flat_buffer.
   int64_t numel() const { return tensors().empty() ? 0 : tensors().back().end(); }
-  /// Bytes of the buffer that holds the arena, padding between segments included.
-  int64_t arena_bytes() const;
-  /// Byte position of `element` in that buffer.
+  /// Bytes of the flat buffer, padding between segments included.
+  int64_t flat_buffer_bytes() const;
+  /// Byte position of `element` there.
   int64_t byte_offset(int64_t element) const;
   /// Element type at `block`.
   DType dtype(Block block) const;

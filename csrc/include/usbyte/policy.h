@@ -53,8 +53,8 @@ Plan bytescheduler(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// MG-WFBP: a gradient joins the op of those before it if it is ready before that op would have
 /// started up, so that waiting costs less than another startup; one at a time. Shi, Chu and Li,
 /// "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms", INFOCOM
-/// 2019. An op of gradients that are no neighbours on the line has several blocks; no op mixes
-/// dtypes.
+/// 2019. An op of gradients that are no neighbours in the flat buffer has several blocks; no op
+/// mixes dtypes.
 Plan mgwfbp(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// P3: tensors cut into slices of 40,000 parameters; among the ready slices the one nearest the
@@ -110,13 +110,13 @@ Plan bytecomp(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// plan.
 Plan themis(const Profile&, const NetworkModel&, const PolicyOptions&);
 
-/// usbyte's own, "auto": unequal all_reduces over the flat line (or reduce_scatters and all_gathers
-/// where they cost less), cut inside and across tensors, one or several in flight, with exact
-/// batching of what backward leaves; the best of several such drafts and of all other policies
-/// under the simulator, after a local search. Never worse than any other policy in the model (with
-/// codecs: than any but bytecomp, which may leave tensors as they are); DDP's plan where less than
-/// 1 % is to be won. Best where alpha and beta were measured. Where the network has dimensions,
-/// all_reduces are routed through them if that gains 1 % of the step.
+/// usbyte's own, "auto": unequal all_reduces over the flat buffer (or reduce_scatters and
+/// all_gathers where they cost less), cut inside and across tensors, one or several in flight, with
+/// exact batching of what backward leaves; the best of several such drafts and of all other
+/// policies under the simulator, after a local search. Never worse than any other policy in the
+/// model (with codecs: than any but bytecomp, which may leave tensors as they are); DDP's plan
+/// where less than 1 % is to be won. Best where alpha and beta were measured. Where the network has
+/// dimensions, all_reduces are routed through them if that gains 1 % of the step.
 Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// MergeComp: gradients that follow one another in backward are merged, each group is encoded, sent

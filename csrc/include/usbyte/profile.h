@@ -12,12 +12,12 @@ namespace usbyte {
 
 /// What the job was measured to do in one iteration without waiting for the network.
 ///
-/// `tensors` are in arena order: one dtype after the other, and by forward order within each. Times
-/// are seconds since the forward pass began: `need_s[i]` when the forward pass first uses parameter
-/// i, `ready_s[i]` when backward has produced its gradient. `step_s` is the whole iteration, from
-/// one forward pass to the next; `update_s` is the part of it in which the optimizer updates all
-/// parameters, after backward. Spreads are half of the range from the 10th to the 90th percentile
-/// of what was measured; empty where it is not known.
+/// `tensors` are in flat buffer order: one dtype after the other, and by forward order within each.
+/// Times are seconds since the forward pass began: `need_s[i]` when the forward pass first uses
+/// parameter i, `ready_s[i]` when backward has produced its gradient. `step_s` is the whole
+/// iteration, from one forward pass to the next; `update_s` is the part of it in which the
+/// optimizer updates all parameters, after backward. Spreads are half of the range from the 10th to
+/// the 90th percentile of what was measured; empty where it is not known.
 struct Profile {
   std::vector<TensorSpec> tensors;
   std::vector<double> need_s;

@@ -38,12 +38,13 @@ Collective collective_from_name(std::string_view name);
 /// all_reduce and reduce_scatter.
 bool reduces(Collective kind);
 
-/// One gradient on the line of bytes. `offset` and `numel` are elements of the arena; see Plan for
-/// the line. For codecs that factor matrices it is one of `rows`, which divide `numel`, one behind
-/// the other.
+/// One gradient in the flat buffer. `offset` and `numel` are elements of the flat buffer; see Plan
+/// for the line. For codecs that factor matrices it is one of `rows`, which divide `numel`, one
+/// behind the other.
 ///
 /// With a `width` it is a sparse gradient instead, of `rows` rows of so many elements, most of
-/// which are zeros: it has no elements on the line (`numel` is 0), and travels as the rows it has.
+/// which are zeros: it has no elements in the flat buffer (`numel` is 0), and travels as the rows
+/// it has.
 struct TensorSpec {
   std::string name;
   int64_t numel = 0;

@@ -10,7 +10,7 @@
 
 namespace usbyte {
 
-/// How the ranks of one line are joined.
+/// How the ranks of one axis group are joined.
 enum class DimensionKind : uint8_t { ring, fully_connected, switched };
 
 std::string_view name(DimensionKind kind);
@@ -20,7 +20,7 @@ DimensionKind dimension_kind_from_name(std::string_view name);
 /// One dimension of a network: the links among ranks that differ in one coordinate only.
 struct Dimension {
   std::string name;
-  int size = 1;            ///< ranks of a line
+  int size = 1;            ///< ranks of an axis group
   double bytes_per_s = 1;  ///< that a rank can send, and at the same time receive
   double latency_s = 0;    ///< of one step
   DimensionKind kind = DimensionKind::ring;
@@ -69,9 +69,9 @@ struct Topology {
   int rank(const std::vector<int>& coordinates) const;
   /// Ranks that differ from `rank` in the coordinate of `dimension` only, by that coordinate;
   /// `rank` itself is among them.
-  std::vector<int> line(int rank, int dimension) const;
-  /// The same network as a collective among `sizes[d]` ranks of each line sees it. Empty: all.
-  /// Throws UsageError on another number of sizes, or sizes that do not divide a line.
+  std::vector<int> axis_group(int rank, int dimension) const;
+  /// The same network as a collective among `sizes[d]` ranks of each axis group sees it. Empty:
+  /// all. Throws UsageError on another number of sizes, or sizes that do not divide an axis group.
   Topology among(const std::vector<int>& sizes) const;
 
   /// Throws UsageError unless there are dimensions of different names, sizes are positive and their

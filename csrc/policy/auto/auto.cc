@@ -33,14 +33,14 @@ struct HeuristicParams {
 };
 
 // Plays out one iteration. In backward, whenever the channel is free, the ready bytes nearest to
-// the input go next, with what follows them on the line: as many as can be sent until the next
-// gradient appears, but no op below `least_bytes` if there is more. An op whose bytes are less than
-// half of its time waits for the next gradient and goes with it. After backward, what is left goes
-// in the order of due dates, in the best batches of that order.
+// the input go next, with what follows them in the flat buffer: as many as can be sent until the
+// next gradient appears, but no op below `least_bytes` if there is more. An op whose bytes are less
+// than half of its time waits for the next gradient and goes with it. After backward, what is left
+// goes in the order of due dates, in the best batches of that order.
 class PlanBuilder {
  public:
-  PlanBuilder(const Profile& profile, const Plan& line, const std::vector<double>& due_s)
-      : profile_(profile), line_(line), due_s_(due_s), backward_(backward_order(profile)) {
+  PlanBuilder(const Profile& profile, const Plan& layout, const std::vector<double>& due_s)
+      : profile_(profile), layout_(layout), due_s_(due_s), backward_(backward_order(profile)) {
     by_due_.resize(due_s.size());
     for (size_t i = 0; i < by_due_.size(); ++i) by_due_[i] = static_cast<int>(i);
     std::stable_sort(by_due_.begin(), by_due_.end(),
@@ -69,7 +69,7 @@ class PlanBuilder {
           (std::max(release - now, params.cost.alpha_s) - params.cost.latency_s()) / s_per_byte,
           params.least_bytes);
       const std::vector<Block> blocks = gather(by_due_[at(queue.top())], fill);
-      const int64_t bytes = line_.bytes({{}, blocks});
+      const int64_t bytes = layout_.bytes({{}, blocks});
       const double length = params.cost.time_s(bytes);
       if (2 * s_per_byte * static_cast<double>(bytes) < length && release - now < length) {
         now = release;
@@ -87,7 +87,7 @@ class PlanBuilder {
   static size_t at(int i) { return static_cast<size_t>(i); }
   int64_t rest(int t) const { return profile_.tensors[at(t)].numel - sent_[at(t)]; }
 
-  // Unsent ready elements from tensor t on along the line, about `bytes` of them.
+  // Unsent ready elements from tensor t on along the flat buffer, about `bytes` of them.
   std::vector<Block> gather(int t, double bytes) const {
     const TensorSpec& first = profile_.tensors[at(t)];
     const double width = static_cast<double>(itemsize(first.dtype));
@@ -110,7 +110,7 @@ class PlanBuilder {
 
   void mark(const std::vector<Block>& blocks) {
     for (Block b : blocks) {
-      for (int t : line_.tensors_of({Collective::all_reduce, {b}})) {
+      for (int t : layout_.tensors_of({Collective::all_reduce, {b}})) {
         const TensorSpec& spec = profile_.tensors[at(t)];
         sent_[at(t)] += std::min(b.end, spec.end()) - std::max(b.begin, spec.offset);
       }
@@ -135,13 +135,13 @@ class PlanBuilder {
           batch < batching.begins.size() && static_cast<int>(i) == batching.begins[batch];
       const TensorSpec& spec = profile_.tensors[at(left[i])];
       if (first) ++batch;
-      if (first || line_.dtype(out.ops.back().front()) != spec.dtype) out.ops.emplace_back();
-      add(out.ops.back(), {spec.offset + sent_[at(left[i])], spec.end()}, line_);
+      if (first || layout_.dtype(out.ops.back().front()) != spec.dtype) out.ops.emplace_back();
+      add(out.ops.back(), {spec.offset + sent_[at(left[i])], spec.end()}, layout_);
     }
   }
 
   const Profile& profile_;
-  const Plan& line_;
+  const Plan& layout_;
   const std::vector<double>& due_s_;
   std::vector<int> backward_, by_due_, rank_;
   std::vector<int64_t> sent_;  // elements from the tensor's start
@@ -228,7 +228,7 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   const NetworkModel assumed = cautious(network);
   const Profile job = profile.tensors.size() > kManyTensors ? coarse(profile, kParts) : profile;
   Simulator searched(job, assumed, options.overlap, options.sharded);
-  const Plan line = wfbp(job, network, options);
+  const Plan layout = wfbp(job, network, options);
   const DraftCosts costs(assumed, searched.due_s());
 
   std::vector<Candidate> all;
@@ -244,27 +244,27 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   }
 
   std::vector<std::pair<double, Draft>> drafts;
-  PlanBuilder builder(job, line, searched.due_s());
+  PlanBuilder builder(job, layout, searched.due_s());
   for (const HeuristicParams& params :
        heuristic_params(assumed, static_cast<double>(profile.bytes()), options.sharded)) {
     Draft draft = builder.draft(params);
     const bool several = draft.split && draft.in_flight > 1;
     for (bool as_scattered : several ? std::vector{false, true} : std::vector{false}) {
       draft.gathers_as_scattered = as_scattered;
-      const Plan plan = build(draft, line, costs);
+      const Plan plan = build(draft, layout, costs);
       drafts.emplace_back(searched.lateness_s(plan), draft);
       consider(fallback.with_ops("auto", plan.ops()));
     }
   }
   std::stable_sort(drafts.begin(), drafts.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
-  LocalSearch search(searched, line, costs, kWork, searched.bound_s() - searched.iteration_s());
+  LocalSearch search(searched, layout, costs, kWork, searched.bound_s() - searched.iteration_s());
   std::map<std::pair<int, bool>, int> improved;  // neither of which the search changes
   for (auto& [lateness, draft] : drafts) {
     if (improved[{draft.in_flight, draft.split}]++ >= kImproved) continue;
     search.improve(draft);
     search.simplify(draft, kSimpler * profile.iteration_s());
-    consider(fallback.with_ops("auto", build(draft, line, costs).ops()));
+    consider(fallback.with_ops("auto", build(draft, layout, costs).ops()));
   }
   // What is hidden for others may have less time to spare here, but must not come late.
   const Candidate& best = choose(all, std::max(others_s, 0.0), kAlmost * profile.iteration_s());

@@ -10,17 +10,17 @@
 namespace usbyte {
 namespace {
 
-double due_of(const Op& op, const Plan& line, const DraftCosts& costs) {
+double due_of(const Op& op, const Plan& layout, const DraftCosts& costs) {
   double due = std::numeric_limits<double>::infinity();
-  for (int t : line.tensors_of(op)) due = std::min(due, (*costs.due_s)[static_cast<size_t>(t)]);
+  for (int t : layout.tensors_of(op)) due = std::min(due, (*costs.due_s)[static_cast<size_t>(t)]);
   return due;
 }
 
-std::vector<std::vector<Block>> as_scattered(const Draft& draft, const Plan& line,
+std::vector<std::vector<Block>> as_scattered(const Draft& draft, const Plan& layout,
                                              const DraftCosts& costs) {
   std::vector<std::pair<double, size_t>> order;
   for (size_t i = 0; i < draft.ops.size(); ++i) {
-    order.emplace_back(due_of({Collective::all_gather, draft.ops[i]}, line, costs), i);
+    order.emplace_back(due_of({Collective::all_gather, draft.ops[i]}, layout, costs), i);
   }
   std::sort(order.begin(), order.end());
   std::vector<std::vector<Block>> out;
@@ -28,50 +28,50 @@ std::vector<std::vector<Block>> as_scattered(const Draft& draft, const Plan& lin
   return out;
 }
 
-std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
+std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& layout,
                                         const DraftCosts& costs) {
-  if (draft.gathers_as_scattered) return as_scattered(draft, line, costs);
-  struct Job {
+  if (draft.gathers_as_scattered) return as_scattered(draft, layout, costs);
+  struct Gather {
     Block block;
     DType dtype;
     double length_s, due_s;
   };
-  std::vector<Job> jobs;
+  std::vector<Gather> gathered;
   for (const auto& blocks : draft.ops) {
     for (Block b : blocks) {
       const Op op{Collective::all_gather, {b}};
-      jobs.push_back({b, line.dtype(b),
-                      costs.gather.beta_s_per_byte * static_cast<double>(line.bytes(op)),
-                      due_of(op, line, costs)});
+      gathered.push_back({b, layout.dtype(b),
+                          costs.gather.beta_s_per_byte * static_cast<double>(layout.bytes(op)),
+                          due_of(op, layout, costs)});
     }
   }
-  std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
+  std::sort(gathered.begin(), gathered.end(), [](const Gather& a, const Gather& b) {
     return a.due_s != b.due_s ? a.due_s < b.due_s : a.block < b.block;
   });
   std::vector<double> length, due;
-  for (const Job& job : jobs) {
-    length.push_back(job.length_s);
-    due.push_back(job.due_s);
+  for (const Gather& gather : gathered) {
+    length.push_back(gather.length_s);
+    due.push_back(gather.due_s);
   }
   const Batching batching =
       batch_exactly(length, due, costs.gather.latency_s(), costs.gather.alpha_s);
   std::vector<std::vector<Block>> out;
-  for (size_t i = 0, batch = 0; i < jobs.size(); ++i) {
+  for (size_t i = 0, batch = 0; i < gathered.size(); ++i) {
     const bool first =
         batch < batching.begins.size() && static_cast<int>(i) == batching.begins[batch];
     if (first) ++batch;
-    if (first || jobs[i].dtype != jobs[i - 1].dtype) out.emplace_back();
-    out.back().push_back(jobs[i].block);
+    if (first || gathered[i].dtype != gathered[i - 1].dtype) out.emplace_back();
+    out.back().push_back(gathered[i].block);
   }
   return out;
 }
 
 void append(std::vector<Op>& ops, Collective kind, const std::vector<std::vector<Block>>& all,
-            int in_flight, const OneShot& one_shot, const Plan& line) {
+            int in_flight, const OneShot& one_shot, const Plan& layout) {
   int64_t launched_bytes = 0;
   std::vector<int64_t> ends;  // of those that do not go in one shot, in bytes launched
   const auto count = [&](const Op& op) {
-    const int64_t bytes = line.bytes(op);
+    const int64_t bytes = layout.bytes(op);
     launched_bytes += bytes;
     if (!one_shot.takes(op.kind, bytes)) ends.push_back(launched_bytes);
   };
@@ -87,29 +87,29 @@ void append(std::vector<Op>& ops, Collective kind, const std::vector<std::vector
 
 }  // namespace
 
-Plan build(const Draft& draft, const Plan& line, const DraftCosts& costs) {
+Plan build(const Draft& draft, const Plan& layout, const DraftCosts& costs) {
   std::vector<Op> ops;
   if (draft.split) {
-    append(ops, Collective::reduce_scatter, draft.ops, draft.in_flight, costs.one_shot, line);
-    append(ops, Collective::all_gather, gathers(draft, line, costs), draft.in_flight,
-           costs.one_shot, line);
+    append(ops, Collective::reduce_scatter, draft.ops, draft.in_flight, costs.one_shot, layout);
+    append(ops, Collective::all_gather, gathers(draft, layout, costs), draft.in_flight,
+           costs.one_shot, layout);
   } else {
-    append(ops, Collective::all_reduce, draft.ops, draft.in_flight, costs.one_shot, line);
+    append(ops, Collective::all_reduce, draft.ops, draft.in_flight, costs.one_shot, layout);
   }
-  return line.with_ops("auto", std::move(ops));
+  return layout.with_ops("auto", std::move(ops));
 }
 
-void add(std::vector<Block>& blocks, Block block, const Plan& line) {
+void add(std::vector<Block>& blocks, Block block, const Plan& layout) {
   auto after = std::upper_bound(blocks.begin(), blocks.end(), block);
-  const DType dtype = line.dtype(block);
+  const DType dtype = layout.dtype(block);
   if (after != blocks.begin()) {
     auto before = after - 1;
-    if (before->end == block.begin && line.dtype(*before) == dtype) {
+    if (before->end == block.begin && layout.dtype(*before) == dtype) {
       block.begin = before->begin;
       after = blocks.erase(before);
     }
   }
-  if (after != blocks.end() && block.end == after->begin && line.dtype(*after) == dtype) {
+  if (after != blocks.end() && block.end == after->begin && layout.dtype(*after) == dtype) {
     after->begin = block.begin;
   } else {
     blocks.insert(after, block);

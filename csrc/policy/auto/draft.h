@@ -27,13 +27,13 @@ struct DraftCosts {
   const std::vector<double>* due_s;
 };
 
-/// The plan that a draft means, for the tensors of `line`. With k in flight, the window of each op
-/// is the bytes of the k - 1 ops before it and its own; those that go in one shot are not counted
-/// among the k, and there is room for them besides. The gathers of a split draft come by due date,
-/// in the batches that `batch_exactly` finds for one at a time, or those of its scatters.
-Plan build(const Draft& draft, const Plan& line, const DraftCosts& costs);
+/// The plan that a draft means, for the tensors of `layout`. With k in flight, the window of each
+/// op is the bytes of the k - 1 ops before it and its own; those that go in one shot are not
+/// counted among the k, and there is room for them besides. The gathers of a split draft come by
+/// due date, in the batches that `batch_exactly` finds for one at a time, or those of its scatters.
+Plan build(const Draft& draft, const Plan& layout, const DraftCosts& costs);
 
 /// Adds `block` to `blocks`, which are ascending and apart, joining neighbours of one dtype.
-void add(std::vector<Block>& blocks, Block block, const Plan& line);
+void add(std::vector<Block>& blocks, Block block, const Plan& layout);
 
 }  // namespace usbyte

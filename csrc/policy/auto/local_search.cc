@@ -35,8 +35,8 @@ std::vector<Block> take(std::vector<Block>& blocks, int64_t count) {
 
 // The element nearest to `at` in (low, high) where a tensor begins; `at` itself if none is as near
 // as a quarter of the range.
-int64_t snap(const Plan& line, int64_t at, int64_t low, int64_t high) {
-  const auto& tensors = line.tensors();
+int64_t snap(const Plan& layout, int64_t at, int64_t low, int64_t high) {
+  const auto& tensors = layout.tensors();
   auto it = std::lower_bound(tensors.begin(), tensors.end(), at,
                              [](const TensorSpec& t, int64_t e) { return t.offset < e; });
   int64_t best = at, distance = (high - low) / 4;
@@ -61,14 +61,14 @@ bool LocalSearch::Score::better_than(const Score& other, double slack_s) const {
 
 LocalSearch::Score LocalSearch::score(const Draft& draft) {
   const int64_t before = simulator_->ops();
-  const double lateness = simulator_->lateness_s(build(draft, *line_, costs_));
-  left_ -= std::ssize(line_->tensors()) + simulator_->ops() - before + kFixed;
+  const double lateness = simulator_->lateness_s(build(draft, *layout_, costs_));
+  left_ -= std::ssize(layout_->tensors()) + simulator_->ops() - before + kFixed;
   return {lateness, simulator_->end_s()};
 }
 
 void LocalSearch::start(const Draft& draft) {
-  left_ = std::max(work_,
-                   kLeastScores * (std::ssize(line_->tensors()) + std::ssize(draft.ops) + kFixed));
+  left_ = std::max(
+      work_, kLeastScores * (std::ssize(layout_->tensors()) + std::ssize(draft.ops) + kFixed));
 }
 
 double LocalSearch::improve(Draft& draft) {
@@ -113,26 +113,26 @@ void LocalSearch::simplify(Draft& draft, double worse_s) {
 
 bool LocalSearch::join_next(Draft& draft, size_t op) const {
   const auto next = draft.ops.begin() + static_cast<std::ptrdiff_t>(op) + 1;
-  if (line_->dtype(draft.ops[op].front()) != line_->dtype(next->front())) return false;
-  for (Block b : *next) add(draft.ops[op], b, *line_);
+  if (layout_->dtype(draft.ops[op].front()) != layout_->dtype(next->front())) return false;
+  for (Block b : *next) add(draft.ops[op], b, *layout_);
   draft.ops.erase(next);
   return true;
 }
 
 bool LocalSearch::one_shot(const Draft& draft, size_t op) const {
   return !draft.split &&
-         costs_.one_shot.takes(Collective::all_reduce, line_->bytes({{}, draft.ops[op]}));
+         costs_.one_shot.takes(Collective::all_reduce, layout_->bytes({{}, draft.ops[op]}));
 }
 
 // Elements of the whole tensors at the beginning of `op` that go in one shot.
 int64_t LocalSearch::head(const Draft& draft, size_t op) const {
   const std::vector<Block>& blocks = draft.ops[op];
   const int64_t most =
-      costs_.one_shot.most_bytes / static_cast<int64_t>(itemsize(line_->dtype(blocks.front())));
+      costs_.one_shot.most_bytes / static_cast<int64_t>(itemsize(layout_->dtype(blocks.front())));
   int64_t whole = 0, before = 0;
   for (Block b : blocks) {
-    for (int t : line_->tensors_of({{}, {b}})) {
-      const int64_t end = std::min(line_->tensors()[static_cast<size_t>(t)].end(), b.end);
+    for (int t : layout_->tensors_of({{}, {b}})) {
+      const int64_t end = std::min(layout_->tensors()[static_cast<size_t>(t)].end(), b.end);
       if (before + end - b.begin > most) return whole;
       whole = before + end - b.begin;
     }
@@ -227,7 +227,7 @@ bool LocalSearch::cut(Draft& draft) {
         count = draft.split ? 0 : head(draft, i);
       } else if (draft.ops[i].size() == 1) {
         const Block b = draft.ops[i].front();
-        count = snap(*line_, b.begin + count, b.begin, b.end) - b.begin;
+        count = snap(*layout_, b.begin + count, b.begin, b.end) - b.begin;
       }
       if (count <= 0 || count >= all) continue;
       Draft changed = draft;
@@ -268,12 +268,13 @@ bool LocalSearch::shift(Draft& draft) {
     again = false;
     for (size_t i = start; i + 1 < pieces.size() && !again; ++i) {
       const OpBlock &left = pieces[i], &right = pieces[i + 1];
-      if (left.op == right.op || line_->dtype(left.block) != line_->dtype(right.block)) continue;
+      if (left.op == right.op || layout_->dtype(left.block) != layout_->dtype(right.block))
+        continue;
       for (double part : {0.5, -0.5, 0.125, -0.125, 0.03, -0.03}) {
         if (left_ <= 0) return found;
         const Block from = part > 0 ? right.block : left.block;
         const int64_t n = static_cast<int64_t>(part * static_cast<double>(from.numel()));
-        const int64_t edge = snap(*line_, left.block.end + n, left.block.begin, right.block.end);
+        const int64_t edge = snap(*layout_, left.block.end + n, left.block.begin, right.block.end);
         if (edge <= left.block.begin || edge >= right.block.end || edge == left.block.end) continue;
         Draft changed = draft;
         for (Block& b : changed.ops[left.op]) {

@@ -12,17 +12,17 @@ namespace usbyte {
 /// Martin and Stuetzle, "Iterated Local Search", 2003. Deterministic.
 class LocalSearch {
  public:
-  /// `line` holds the tensors of the simulated job; `work` is the budget of each `improve` and each
-  /// `simplify`, in tensors and ops simulated, and more for large jobs. No random changes are tried
-  /// once the lateness is `enough_s`.
-  LocalSearch(Simulator& simulator, const Plan& line, const DraftCosts& costs, int64_t work,
+  /// `layout` holds the tensors of the simulated job; `work` is the budget of each `improve` and
+  /// each `simplify`, in tensors and ops simulated, and more for large jobs. No random changes are
+  /// tried once the lateness is `enough_s`.
+  LocalSearch(Simulator& simulator, const Plan& layout, const DraftCosts& costs, int64_t work,
               double enough_s)
-      : simulator_(&simulator), line_(&line), costs_(costs), work_(work), enough_s_(enough_s) {}
+      : simulator_(&simulator), layout_(&layout), costs_(costs), work_(work), enough_s_(enough_s) {}
 
   /// Hill climbing, and again after a few random changes to the best that was found. It goes over
   /// these changes: join two ops that are neighbours in launch order; move an op elsewhere in the
   /// order; cut an op in two, also so that the first goes in one shot; shift the edge between two
-  /// blocks of different ops on the line. Returns the predicted lateness, s.
+  /// blocks of different ops in the flat buffer. Returns the predicted lateness, s.
   double improve(Draft& draft);
   /// Goes once over the ops in launch order, as far as the budget lasts, and joins neighbours where
   /// the predicted lateness does not grow by more than `worse_s` in all: fewer ops, of which the
@@ -50,7 +50,7 @@ class LocalSearch {
   bool shift(Draft& draft);
 
   Simulator* simulator_;
-  const Plan* line_;
+  const Plan* layout_;
   DraftCosts costs_;
   int64_t work_;
   double enough_s_;

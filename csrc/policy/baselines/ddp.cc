@@ -7,9 +7,9 @@
 
 namespace usbyte {
 
-// Buckets are cut along the line from its end to its start, which is the order of backward in all
-// but unusual models, and launched in the order in which they fill. Any number may be in flight, as
-// DDP launches each bucket when it is full.
+// Buckets are cut along the flat buffer from its end to its start, which is the order of backward
+// in all but unusual models, and launched in the order in which they fill. Any number may be in
+// flight, as DDP launches each bucket when it is full.
 Plan ddp(const Profile& profile, const NetworkModel&, const PolicyOptions& options) {
   struct Bucket {
     Block block;

@@ -8,7 +8,7 @@
 
 namespace usbyte {
 
-/// Tensors that DeAR scatters and gathers together: neighbours on the line, of one dtype.
+/// Tensors that DeAR scatters and gathers together: neighbours in the flat buffer, of one dtype.
 struct FusedGroup {
   Block block;
   int64_t bytes;
@@ -16,8 +16,8 @@ struct FusedGroup {
   double need_s;   ///< when the first of its parameters is needed
 };
 
-/// Groups of at most `fusion_bytes`, cut from the end of the line; a larger tensor is a group of
-/// its own.
+/// Groups of at most `fusion_bytes`, cut from the end of the flat buffer; a larger tensor is a
+/// group of its own.
 std::vector<FusedGroup> fused_groups(const Profile& profile, int64_t fusion_bytes);
 
 /// Each group's reduce_scatter as it fills, then the all_gathers in the order of need; one op at a

@@ -34,7 +34,7 @@ class RunMax {
 };
 
 // DeAR's groups at any fusion size and what the simulator would say of their plan, without making
-// either. Tensors are numbered from the end of the line, as groups are cut.
+// either. Tensors are numbered from the end of the flat buffer, as groups are cut.
 class Groupings {
  public:
   Groupings(const Profile& p, const NetworkModel& network, const PolicyOptions& options)

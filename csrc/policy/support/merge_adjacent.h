@@ -7,7 +7,8 @@
 
 namespace usbyte {
 
-/// The same elements with neighbours on the line as one block, in the order of the line.
+/// The same elements with neighbours in the flat buffer as one block, in the order of the flat
+/// buffer.
 std::vector<Block> merge_adjacent(std::vector<Block> blocks);
 
 }  // namespace usbyte

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "plan/lines.h"
+#include "plan/dimension_path.h"
 
 namespace usbyte {
 namespace {
@@ -75,7 +75,7 @@ Plan with_routes(const Plan& plan, const NetworkModel& network) {
   std::map<std::pair<int64_t, size_t>, MeshChoice> found;  // by bytes and blocks
   std::vector<Op> ops = plan.ops();
   for (Op& op : ops) {
-    if (op.kind != Collective::all_reduce || op.codec != "none" || op.line >= 0) continue;
+    if (op.kind != Collective::all_reduce || op.codec != "none" || op.dimension >= 0) continue;
     const int64_t bytes = plan.bytes(op);
     const size_t blocks = op.blocks.size();
     auto best = found.find({bytes, blocks});

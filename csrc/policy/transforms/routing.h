@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "plan/lines.h"
+#include "plan/dimension_path.h"
 #include "topology/themis.h"
 #include "usbyte/codec_costs.h"
 #include "usbyte/network.h"
@@ -32,7 +32,7 @@ Plan with_routes(const Plan& plan, const NetworkModel& network);
 /// predicted to take. For policies, which then plan as for any network. The topology is none.
 NetworkModel routed_network(const NetworkModel& network);
 
-/// Ways along lines that an op may go; none without `has_line_ways`, or unless there are two
+/// Dimension paths of an op; none without `has_dimension_paths`, or unless there are two
 /// dimensions of more than one rank. With sums in either dimension, the slower one first: the op's
 /// codec for sums alone, and, where the codec can, in both. `topk` has AdaTopK's ratios there:
 /// messages take about as long in both dimensions, and the slower one has the op's own ratio;
@@ -41,18 +41,18 @@ NetworkModel routed_network(const NetworkModel& network);
 ///
 /// These are the hierarchical paths of ByteComp's decision tree with divisible first and last
 /// steps (Wang, Lin, Zhu and Ng, "Hi-Speed DNN Training with Espresso", EuroSys 2023).
-std::vector<LineWay> line_ways(const Op& op, const Topology& mesh);
+std::vector<DimensionPath> dimension_paths(const Op& op, const Topology& mesh);
 
-/// Specs of all codecs that ops with this one may have on their ways, ascending, "none" apart.
-std::vector<std::string> line_codecs(const std::string& codec, const Topology& mesh);
+/// Specs of all codecs that ops with this one may have on their paths, ascending, "none" apart.
+std::vector<std::string> dimension_codecs(const std::string& codec, const Topology& mesh);
 
-/// The plan where each op goes flat, as it is, or the way along lines with which the step is
+/// The plan where each op goes flat, as it is, or the dimension path with which the step is
 /// predicted to be the shortest; the same plan if it hides everything. All ops go alike first, each
-/// way in turn, then op by op, the largest first, until nothing changes or half a million ops have
+/// path in turn, then op by op, the largest first, until nothing changes or half a million ops have
 /// been simulated. For a second step in which something is lost, 2 % of the iteration must be won.
 /// Never predicted to be slower than the plan. Throws UsageError where costs of a codec are
 /// missing.
-Plan with_lines(const Plan& plan, const Profile& profile, const NetworkModel& network,
-                Overlap overlap, const CodecCosts& costs);
+Plan with_dimension_paths(const Plan& plan, const Profile& profile, const NetworkModel& network,
+                          Overlap overlap, const CodecCosts& costs);
 
 }  // namespace usbyte

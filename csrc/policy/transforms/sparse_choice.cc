@@ -77,7 +77,7 @@ Plan with_schemes(const Plan& plan, const NetworkModel& network, const CodecCost
   for (Op& op : ops) {
     const auto codec = make_codec(op.codec);
     if (op.kind != Collective::all_reduce || !codec || !codec->selection() || !op.scheme.empty() ||
-        op.line >= 0) {
+        op.dimension >= 0) {
       continue;
     }
     const auto [kind, bytes] = plan.traffic(op, n);

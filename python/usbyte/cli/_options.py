@@ -110,7 +110,7 @@ def parse_scheme(text: str) -> Scheme:
         raise ValueError(f"{text!r}: {error}") from error
     if mode == "sharded" and policy not in tuning.SHARDING:
         raise ValueError(
-            f"{text!r}: {policy} cannot serve a sharded optimizer; write one of "
+            f"{text!r}: {policy} does not support a sharded optimizer; write one of "
             f"{', '.join(tuning.SHARDING)}"
         )
     return Scheme(mode, policy)

@@ -123,7 +123,7 @@ def _table(plan: _core.Plan, predicted: _core.Prediction) -> RenderableType:
 
 def _window(window_bytes: int, plan: _core.Plan) -> str:
     # A window as large as the flat buffer limits nothing.
-    return "all" if window_bytes >= plan.arena_bytes else f"{window_bytes / _MEGA:.3f}"
+    return "all" if window_bytes >= plan.flat_buffer_bytes else f"{window_bytes / _MEGA:.3f}"
 
 
 def _shortened(names: list[str]) -> str:

@@ -92,9 +92,9 @@ def probe(
     """
     if codecs is not None:
         if dimensions is not None:
-            raise click.UsageError("--dimensions does not go with --codecs")
+            raise click.UsageError("--dimensions cannot be combined with --codecs")
         if csv_path is not None or plot is not None:
-            raise click.UsageError("--csv and --plot do not go with --codecs; write --json")
+            raise click.UsageError("--csv and --plot cannot be combined with --codecs; use --json")
         _probe_codecs(codecs, codec_time, device, json_path)
         return
     cluster = detect()

@@ -35,7 +35,7 @@ def ready_us(tensors: int, steps: int) -> list[float]:
     )
     network = _core.NetworkModel(1, [_core.AlphaBeta(1e-6, 1e-9)])
     plan = _core.make_plan("ddp", profile, network, {"bucket_bytes": 1 << 10})
-    buffer = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device="cpu")
+    buffer = torch.zeros(plan.flat_buffer_bytes, dtype=torch.uint8, device="cpu")
     [communicator] = _core.make_local_communicators(1)
     engine = _core.Engine(plan, buffer.data_ptr(), communicator)
     times = []

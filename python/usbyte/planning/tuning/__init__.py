@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.planning.tuning.searches import Job, auto, bytescheduler, dear, mergecomp_online
+from usbyte.planning.tuning.searches import TuningTask, auto, bytescheduler, dear, mergecomp_online
 from usbyte.planning.tuning.tuner import Candidate, Search, Tuner, check_installed
 
 __all__ = [
@@ -15,9 +15,9 @@ __all__ = [
     "TRIED",
     "TUNED",
     "Candidate",
-    "Job",
     "Search",
     "Tuner",
+    "TuningTask",
     "auto",
     "check_installed",
     "known_policy",
@@ -89,8 +89,8 @@ def make_plan(
             codec_costs or _core.CodecCosts(),
         )  # fmt: skip
     costs = codec_costs or _core.CodecCosts()
-    job = Job(profile, network, options, overlap, sharded, tuple(codecs), costs)
-    tuner = Tuner(TUNED[policy](job))
+    task = TuningTask(profile, network, options, overlap, sharded, tuple(codecs), costs)
+    tuner = Tuner(TUNED[policy](task))
     while (candidate := tuner.ask()) is not None:
-        tuner.tell(job.simulated_s(candidate.plan))
+        tuner.tell(task.simulated_s(candidate.plan))
     return tuner.best().plan

@@ -22,7 +22,7 @@ _PLANNING_S = 5.0  # No more variants are planned after this time.
 
 
 @dataclass(frozen=True)
-class Job:
+class TuningTask:
     """The inputs of a policy.
 
     Attributes:
@@ -68,7 +68,7 @@ class Job:
         return _core.simulate(plan, *args).step_s
 
 
-def bytescheduler(job: Job) -> Search:
+def bytescheduler(task: TuningTask) -> Search:
     """Searches partition (2 to 32 MiB) and credit (4 to 64 MiB) in 15 trials of 100 steps.
 
     This is the tuner of Peng et al., "A Generic Communication Scheduler for Distributed DNN
@@ -80,19 +80,19 @@ def bytescheduler(job: Job) -> Search:
     def at(point: Point) -> Candidate:
         partition = _between(2 * _MIB, 32 * _MIB, point[0])
         credit = _between(max(4 * _MIB, partition), 64 * _MIB, point[1])
-        plan = job.plan("bytescheduler", partition_bytes=partition, credit_bytes=credit)
+        plan = task.plan("bytescheduler", partition_bytes=partition, credit_bytes=credit)
         what = f"partition {_mib(partition)}, credit {_mib(credit)}"
         return Candidate(what, _named("tune:bytescheduler", plan), point)
 
-    first = _place(2 * _MIB, 32 * _MIB, job.options.get("partition_bytes", 8 * _MIB))
+    first = _place(2 * _MIB, 32 * _MIB, task.options.get("partition_bytes", 8 * _MIB))
     least = max(4 * _MIB, _between(2 * _MIB, 32 * _MIB, first))
-    second = _place(least, 64 * _MIB, job.options.get("credit_bytes", 16 * _MIB))
+    second = _place(least, 64 * _MIB, task.options.get("credit_bytes", 16 * _MIB))
     starts = [at((first, second))]
     space = Space(("partition", "credit"), at, trials=15, xi=_XI)
     return Search(starts, steps=100, space=space)
 
 
-def dear(job: Job) -> Search:
+def dear(task: TuningTask) -> Search:
     """Searches the fusion size (1 to 256 MiB, first 25 MiB) in 10 trials of 5 steps.
 
     This is the tuner of Zhang et al., "DeAR: Accelerating Distributed Deep Learning with
@@ -101,14 +101,14 @@ def dear(job: Job) -> Search:
 
     def at(point: Point) -> Candidate:
         fusion = _between(_MIB, 256 * _MIB, point[0])
-        plan = job.plan("dear", fusion_bytes=fusion)
+        plan = task.plan("dear", fusion_bytes=fusion)
         return Candidate(f"fusion {_mib(fusion)}", _named("tune:dear", plan), point)
 
     starts = [at((_place(_MIB, 256 * _MIB, 25 * _MIB),))]
     return Search(starts, steps=5, space=Space(("fusion",), at, trials=10, xi=_XI))
 
 
-def auto(job: Job) -> Search:
+def auto(task: TuningTask) -> Search:
     """Tries the plan of `auto`, variants of it with an almost equal prediction, and DDP's plan.
 
     Plans with equal predictions differ by some percent in the real job: ops compete with compute
@@ -126,19 +126,19 @@ def auto(job: Job) -> Search:
     if the optimizer is sharded, since each switch of plans then moves state between ranks.
     """
     end = time.monotonic() + _PLANNING_S
-    first = job.plan("auto")
+    first = task.plan("auto")
     starts = [Candidate("auto", first)]
-    if not job.sharded and first.ops != (usual := job.plan("ddp")).ops:
-        starts += _variants(job, first, end)
+    if not task.sharded and first.ops != (usual := task.plan("ddp")).ops:
+        starts += _variants(task, first, end)
         overlap = None
-        if job.may_end_in_backward and job.overlap != "backward":
+        if task.may_end_in_backward and task.overlap != "backward":
             overlap = "backward"
-            starts += _in_backward(job, first)
+            starts += _in_backward(task, first)
         starts.append(Candidate("ddp", _named("auto", usual), overlap=overlap))
     return Search(starts, steps=7, halve=True)
 
 
-def mergecomp_online(job: Job) -> Search:
+def mergecomp_online(task: TuningTask) -> Search:
     """Searches the boundary between two groups of gradients, as MergeComp does, in the job.
 
     Wang, Wu and Ng, "MergeComp: A Compression Scheduler for Scalable Communication-Efficient
@@ -148,7 +148,7 @@ def mergecomp_online(job: Job) -> Search:
     "Sequential Minimax Search for a Maximum", 1953) then needs about 1.44 log2(tensors) trials, of
     10 steps each. Groups are sent one after the other, with one op for each dtype and codec.
     """
-    profile = job.profile
+    profile = task.profile
     count = len(profile.tensors)
     later_first = range(count - 1, -1, -1)
     backward = sorted(later_first, key=lambda tensor: profile.ready_s[tensor])
@@ -160,8 +160,8 @@ def mergecomp_online(job: Job) -> Search:
             profile.tensors,
             [op for group in groups for op in _merged(profile.tensors, group)],
         )
-        if job.codecs:
-            plan = _core.with_codecs(plan, job.codecs)
+        if task.codecs:
+            plan = _core.with_codecs(plan, task.codecs)
         words = f"{boundary} of {count} tensors before the rest" if boundary else "one group"
         return Candidate(words, plan)
 
@@ -226,26 +226,26 @@ def _fibonacci(
     return last if time_of(last) is None else None
 
 
-def _variants(job: Job, first: _core.Plan, end: float) -> list[Candidate]:
-    worst_s = job.simulated_s(first) * (1 + _ALMOST)
+def _variants(task: TuningTask, first: _core.Plan, end: float) -> list[Candidate]:
+    worst_s = task.simulated_s(first) * (1 + _ALMOST)
     known = {first.hash()}
     found: list[Candidate] = []
     for alpha, beta in _SCALES:
         if len(found) == _VARIANTS or time.monotonic() > end:
             break
-        plan = job.plan("auto", job.network.scaled(alpha, beta))
-        if plan.hash() not in known and job.simulated_s(plan) <= worst_s:
+        plan = task.plan("auto", task.network.scaled(alpha, beta))
+        if plan.hash() not in known and task.simulated_s(plan) <= worst_s:
             known.add(plan.hash())
             what = f"auto with startups x {alpha:.2g}, bytes x {beta:.2f}"
             found.append(Candidate(what, plan))
     return found
 
 
-def _in_backward(job: Job, first: _core.Plan) -> list[Candidate]:
+def _in_backward(task: TuningTask, first: _core.Plan) -> list[Candidate]:
     """Returns the plan of `auto` for overlap "backward", unless it is predicted too slow."""
-    ended = replace(job, overlap="backward")
+    ended = replace(task, overlap="backward")
     plan = ended.plan("auto")
-    worst_s = job.simulated_s(first) * (1 + _BY_LAYER)
+    worst_s = task.simulated_s(first) * (1 + _BY_LAYER)
     if ended.simulated_s(plan) > worst_s:
         return []
     return [Candidate("auto, gradients final after backward", plan, overlap="backward")]

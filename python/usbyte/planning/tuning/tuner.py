@@ -177,8 +177,8 @@ class Tuner:
         """Returns one line of text about the trials and their result."""
         fastest, first = self._fastest(), self.trials[0]
         return (
-            f"{len(self.trials)} plans tried, '{fastest.candidate.what}' stays with "
-            f"{fastest.step_s:.4g} s a step in {len(fastest.times_s)} trials against "
+            f"{len(self.trials)} plans tried; '{fastest.candidate.what}' is the fastest: "
+            f"{fastest.step_s:.4g} s a step in {len(fastest.times_s)} trials, against "
             f"{first.step_s:.4g} s of '{first.candidate.what}' in {len(first.times_s)}"
         )
 

@@ -75,8 +75,8 @@ def axis_groups(
         mine: dist.ProcessGroup | None = None
         for first in range(rank_group.size if size > 1 else 0):
             if first // stride % size == 0:
-                line = range(first, first + size * stride, stride)
-                mine = rank_group.new_group_of(line) or mine
+                members = range(first, first + size * stride, stride)
+                mine = rank_group.new_group_of(members) or mine
         groups.append(mine)
         stride *= size
     return groups

@@ -44,11 +44,11 @@ class EngineCommunicator(Protocol):
             Tensor of shape [size], uint8, zeros, on the device of the gradients.
         """
 
-    def register(self, arena: torch.Tensor) -> None:
+    def register(self, flat_buffer: torch.Tensor) -> None:
         """Sets the flat buffer of the next engine. Addresses in its requests may point into it.
 
         Args:
-            arena: The flat buffer, 1-d, uint8.
+            flat_buffer: The flat buffer, 1-d, uint8.
         """
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class MeshLike(EngineCommunicator, Protocol):
     is_measured: bool
 
     @property
-    def lines(self) -> Sequence[EngineCommunicator | None]:
+    def axis_groups(self) -> Sequence[EngineCommunicator | None]:
         """The communicator of this rank's mesh axis group along each axis; None for size 1."""
 
     def set_speeds(self, measured: _core.Topology) -> None:

@@ -164,11 +164,11 @@ def _on_nccl(
 ) -> EngineCommunicator:
     if mesh is not None and not _has_dimensions(mesh):
         mesh = None
-    flat, lines = NcclCommunicator.make(rank_group, nccl, device, mesh)
+    flat, by_axis = NcclCommunicator.make(rank_group, nccl, device, mesh)
     if mesh is None:
         return flat
     slots = rank_group.env.nccl_communicators
-    return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh), slots=slots)
+    return MeshCommunicator(mesh, flat, by_axis, _has_speeds(mesh), slots=slots)
 
 
 def _on_host(rank_group: RankGroup, mesh: _core.Topology | None) -> EngineCommunicator:
@@ -176,8 +176,8 @@ def _on_host(rank_group: RankGroup, mesh: _core.Topology | None) -> EngineCommun
     if mesh is None or not _has_dimensions(mesh):
         return flat
     groups = axis_groups(rank_group, mesh)
-    lines = [TorchCommunicator(group) if group is not None else None for group in groups]
-    return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh))
+    by_axis = [TorchCommunicator(group) if group is not None else None for group in groups]
+    return MeshCommunicator(mesh, flat, by_axis, _has_speeds(mesh))
 
 
 def _flat(rank_group: RankGroup) -> TorchCommunicator:

@@ -20,14 +20,14 @@ class MeshCommunicator:
     Args:
         topology: The mesh of all ranks.
         flat: Communicator between all ranks. Owned; nothing else uses it.
-        lines: Communicator of this rank's mesh axis group in each dimension; None where the group
-            has only this rank. Owned. Either `flat` and all of them use NCCL, or none does.
+        axis_groups: Communicator of this rank's mesh axis group in each dimension; None where the
+            group has only this rank. Owned. Either `flat` and all of them use NCCL, or none does.
         is_measured: Whether the speeds of the topology are known.
         slots: With NCCL: most ops that run at the same time; default 1.
 
     Attributes:
         topology: The mesh of all ranks.
-        lines: The communicators of the mesh axis groups, by dimension.
+        axis_groups: The communicators of the mesh axis groups, by dimension.
         is_measured: Whether the speeds of the topology are known.
         core: The C++ communicator that the engine calls.
         direct_allreduce_max_bytes: Largest payload of a direct all-reduce on `flat`, in bytes.
@@ -38,14 +38,14 @@ class MeshCommunicator:
         self,
         topology: _core.Topology,
         flat: TorchCommunicator | NcclCommunicator,
-        lines: Sequence[TorchCommunicator | NcclCommunicator | None],
+        axis_groups: Sequence[TorchCommunicator | NcclCommunicator | None],
         is_measured: bool,
         slots: int = 1,
     ) -> None:
-        self.topology, self._flat, self.lines = topology, flat, lines
+        self.topology, self._flat, self.axis_groups = topology, flat, axis_groups
         self.is_measured = is_measured
         self.direct_allreduce_max_bytes, self.device = flat.direct_allreduce_max_bytes, flat.device
-        cores = [line.core if line is not None else None for line in lines]
+        cores = [group.core if group is not None else None for group in axis_groups]
         self.core: _core.MeshCommunicator | _core.StreamMeshCommunicator
         if isinstance(flat, NcclCommunicator):
             assert flat.device.core is not None
@@ -73,10 +73,10 @@ class MeshCommunicator:
         """Allocates a flat buffer of `size` bytes: shape [size], uint8, zeros."""
         return self._flat.allocate(size)
 
-    def register(self, arena: torch.Tensor) -> None:
+    def register(self, flat_buffer: torch.Tensor) -> None:
         """Sets the flat buffer (1-d, uint8) of the next engine, for all its communicators."""
         for communicator in self._all():
-            communicator.register(arena)
+            communicator.register(flat_buffer)
 
     def close(self) -> None:
         """Closes all communicators. After a fault, aborts ops in flight."""
@@ -84,4 +84,4 @@ class MeshCommunicator:
             communicator.close()
 
     def _all(self) -> list[TorchCommunicator | NcclCommunicator]:
-        return [self._flat, *(line for line in self.lines if line is not None)]
+        return [self._flat, *(group for group in self.axis_groups if group is not None)]

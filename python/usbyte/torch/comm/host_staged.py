@@ -43,7 +43,7 @@ class HostStagedCommunicator:
         """Allocates a flat buffer of `size` bytes on the device: shape [size], uint8, zeros."""
         return torch.zeros(size, dtype=torch.uint8, device=self.device.torch_device)
 
-    def register(self, arena: torch.Tensor) -> None:
+    def register(self, flat_buffer: torch.Tensor) -> None:
         """Does nothing: any memory of the device can be sent."""
 
     def close(self) -> None:

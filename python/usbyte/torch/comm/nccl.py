@@ -231,22 +231,22 @@ class NcclCommunicator:
         """
         env, rank = rank_group.env, rank_group.rank
         dimensions = range(len(mesh.dimensions)) if mesh is not None else ()
-        lines = [mesh.line(rank, d) for d in dimensions] if mesh is not None else []
-        lines = [list(range(rank_group.size)), *lines]
+        by_axis = [mesh.axis_group(rank, d) for d in dimensions] if mesh is not None else []
+        groups = [list(range(rank_group.size)), *by_axis]
         counts = [env.nccl_communicators, *(_PHASES_IN_HAND for _ in dimensions)]
         mine = [
-            _ids(nccl, count) if len(line) > 1 and line[0] == rank else []
-            for line, count in zip(lines, counts, strict=True)
+            _ids(nccl, count) if len(group) > 1 and group[0] == rank else []
+            for group, count in zip(groups, counts, strict=True)
         ]
         ids = rank_group.eager.allgather_json("usbyte.nccl.ids", mine, list[list[str]])
-        flat, *along = (
-            cls(env, nccl, line.index(rank), len(line), _from_text(ids[line[0]][i]), device)
-            if len(line) > 1
+        flat, *along_axes = (
+            cls(env, nccl, group.index(rank), len(group), _from_text(ids[group[0]][i]), device)
+            if len(group) > 1
             else None
-            for i, line in enumerate(lines)
+            for i, group in enumerate(groups)
         )
         assert flat is not None
-        return flat, along
+        return flat, along_axes
 
     @property
     def mesh(self) -> MeshLike | None:
@@ -267,7 +267,7 @@ class NcclCommunicator:
         self._registered = memory.address
         return torch.as_tensor(memory, dtype=torch.uint8, device=self.device.torch_device).zero_()
 
-    def register(self, arena: torch.Tensor) -> None:
+    def register(self, flat_buffer: torch.Tensor) -> None:
         """Does nothing: NCCL sends from any memory of the device."""
 
     def close(self) -> None:

@@ -152,7 +152,7 @@ def measure_dimensions(
     if mesh.is_measured:
         return mesh.topology
     found = []
-    for dimension, its in zip(mesh.topology.dimensions, mesh.lines, strict=True):
+    for dimension, its in zip(mesh.topology.dimensions, mesh.axis_groups, strict=True):
         costs = None if its is None else _line_costs(rank_group, its, largest_bytes, repeats)
         everyone = rank_group.eager.allgather_json(
             "usbyte.probe.dimension", costs, tuple[float, float] | None
@@ -170,15 +170,15 @@ def measure_dimensions(
 
 
 def _line_costs(
-    rank_group: RankGroup, line: EngineCommunicator, largest_bytes: int, repeats: int
+    rank_group: RankGroup, axis_group: EngineCommunicator, largest_bytes: int, repeats: int
 ) -> tuple[float, float]:
     """Returns (startup s, s per byte) in a mesh axis group: mean of reduce_scatter and all_gather.
 
     Bytes are those of the whole vector.
     """
     kinds = ["reduce_scatter", "all_gather"]
-    sizes = _Sizes.choose(rank_group, line, kinds[0], largest_bytes)
-    rows = _time(rank_group, line, [kinds], 1, sizes.groups(1), repeats)
+    sizes = _Sizes.choose(rank_group, axis_group, kinds[0], largest_bytes)
+    rows = _time(rank_group, axis_group, [kinds], 1, sizes.groups(1), repeats)
     costs = [found.cost for found in fit_lines(rows)]
     # Too few sizes for a fit look like a complete startup overlap. With full credit for it, the
     # startups of chunks would seem to be free.

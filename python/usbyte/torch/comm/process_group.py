@@ -98,9 +98,9 @@ class TorchCommunicator:
         """Allocates a flat buffer of `size` bytes on the CPU: shape [size], uint8, zeros."""
         return torch.zeros(size, dtype=torch.uint8, device="cpu")
 
-    def register(self, arena: torch.Tensor) -> None:
+    def register(self, flat_buffer: torch.Tensor) -> None:
         """Sets the flat buffer (1-d, uint8) of the next engine. Requests may point into it."""
-        self._flat_buffer = arena
+        self._flat_buffer = flat_buffer
         self._views.clear()
         self._staging = PackBufferPool()  # drops buffers of the old plan's sizes
 

@@ -195,11 +195,11 @@ def choices_of(
         return Choices([codecs_of(rules, names, params)])
     if isinstance(rules, (bytes, bytearray)) or not isinstance(rules, Sequence):
         raise UsageError(
-            f"compression: a {type(rules).__name__} is nothing to choose from; give a list of "
-            "codecs, the least lossy first"
+            f"compression: a {type(rules).__name__} is not a list of codecs; give a list, the "
+            "least lossy codec first"
         )
     if not rules:
-        raise UsageError('compression: there is nothing to choose from; name codecs, or "auto"')
+        raise UsageError('compression: the list of codecs is empty; name codecs, or "auto"')
     return Choices([codecs_of(rule, names, params) for rule in rules], optional=True)
 
 
@@ -250,7 +250,7 @@ def check_relays(specs: Iterable[str]) -> None:
         codec = _core.make_codec(spec)
         if codec is not None and (codec.factors or not codec.relays):
             raise UsageError(
-                f"compression {spec} does not go with shard_optimizer=True, where each rank "
+                f"compression {spec} does not support shard_optimizer=True, where each rank "
                 "receives a shard of the gradients; use fp16, bf16, fp8, int8, topk, randk, dct, "
                 "qsgd, terngrad, efsignsgd or onebit"
             )

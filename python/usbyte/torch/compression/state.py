@@ -94,7 +94,7 @@ class CodecState:
         """
         codecs = [_core.make_codec(op.codec) for op in plan.ops]
         self._coded = any(codec is not None and codec.remembers for codec in codecs)
-        rows = max((codec.memories for codec in codecs if codec is not None), default=0)
+        rows = max((codec.state_rows for codec in codecs if codec is not None), default=0)
         rows = max([rows, *(len(part) for part in self.parts.values())])
         if rows == 0:
             return
@@ -170,12 +170,12 @@ class CodecState:
             block: op for op in plan.ops if op.kind == "reduce_scatter" for block in op.blocks
         }
         for op in plan.ops:
-            if op.line < 0 or op.kind != "all_reduce" or not remembers(op):
+            if op.dimension < 0 or op.kind != "all_reduce" or not remembers(op):
                 continue
             for block in op.blocks:
                 if remembers(scatters[block]):
                     continue
-                inside = scatters[block].line
+                inside = scatters[block].dimension
                 size = topology.dimensions[inside].size
                 begin, end = block
                 chunk = -(-(end - begin) // size)
@@ -338,10 +338,10 @@ def coded_shards(plan: _core.Plan) -> set[tuple[int, int, int, bool, str]]:
     Keys are block, mesh axis of the reduce-scatter, whether that is compressed too, and the order
     of tensors, without which the block says nothing.
     """
-    coded = {block for op in plan.ops if op.line >= 0 and remembers(op) for block in op.blocks}
+    coded = {block for op in plan.ops if op.dimension >= 0 and remembers(op) for block in op.blocks}
     order = " ".join(t.name for t in plan.tensors)
     return {
-        (*block, op.line, remembers(op), order)
+        (*block, op.dimension, remembers(op), order)
         for op in plan.ops
         if op.kind == "reduce_scatter"
         for block in op.blocks

@@ -186,4 +186,4 @@ class NodeAverager:
                 abort(group)
 
     def _describe(self, node_sum: NodeSum) -> str:
-        return f"{self.label}: exchange {node_sum.number} of parameters between nodes"
+        return f"{self.label}: node averaging {node_sum.number}"

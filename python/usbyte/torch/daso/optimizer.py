@@ -382,7 +382,7 @@ class DasoOptimizer(OptimizerWrapper):
     def _check_usable(self) -> None:
         self._session.update_guard.check_consistent()
         if self._session.closed:
-            raise UsageError("this DasoOptimizer is closed; wrap the optimizer anew")
+            raise UsageError("this DasoOptimizer is closed; wrap the optimizer again")
         self._session.check_usable()
 
     def _lay_out(self) -> None:

@@ -64,7 +64,7 @@ class ParamAveraging:
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Returns the last node averaging that has begun, by label, for messages about faults."""
-        return {self.averager.label: {"step": self._schedule.exchanges - 1, "phase": "exchange"}}
+        return {self.averager.label: {"step": self._schedule.exchanges - 1, "phase": "averaging"}}
 
     def limit(self, progress: RankProgress) -> RankProgress:
         """Returns the progress of steps whose sums of other nodes have been merged as well.

@@ -139,7 +139,7 @@ class MatchResult:
             flaw = flaw or _flaw(found.join_with_zeros)
             if not flaw and not _takes_zeros(found.join_with_zeros):
                 joined = found.join_with_zeros
-                flaw = f"zeros cannot stand in for {joined.kind} {joined.op}"
+                flaw = f"zeros cannot replace a contribution to {joined.kind} {joined.op}"
         if flaw:
             raise unreadable(sender, flaw)
         return found

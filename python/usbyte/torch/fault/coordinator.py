@@ -233,7 +233,7 @@ class FaultCoordinator:
             return verdict, survivors
         text = self._poll("verdict", _VERDICT_S)
         if text is None:
-            return f"{here}; the rank that looks for the cause ended too. {_REMEDY}", None
+            return f"{here}; the rank that looked for the cause ended too. {_REMEDY}", None
         return self._read_verdict(text)
 
     def _send_all(self, text: str) -> None:
@@ -263,7 +263,7 @@ class FaultCoordinator:
         for rank in range(self._size):
             if rank != self._rank and self._store.check([f"leaving/{rank}"]):
                 known = self._describe_rank(rank)
-                culprits.append(f"rank {rank} ({known}) has shut down, the others go on")
+                culprits.append(f"rank {rank} ({known}) has shut down while the others go on")
                 states.pop(rank, None)
             elif rank in silent:
                 culprits.append(
@@ -304,7 +304,7 @@ class FaultCoordinator:
             # The store's server has ended. In a normal shutdown it may end first. Otherwise the
             # next collective fails and reports the fault.
             return
-        verdict = f"another rank reported a fault and ended before it said which. {_REMEDY}"
+        verdict = f"another rank reported a fault and ended before it described it. {_REMEDY}"
         survivors: Sequence[int] | None = None
         with suppress(RuntimeError):
             self._thread_store.set(f"answer/{self._rank}", json.dumps(self._describe()))

@@ -48,9 +48,9 @@ def decide_recovery(rank: int, progress_of: Mapping[int, RankProgress] | None) -
         progress_of: Progress of the surviving ranks, by rank; None if it is not known.
     """
     if progress_of is None:
-        return RecoveryDecision("how far the other ranks have come cannot be found out")
+        return RecoveryDecision("the progress of the other ranks is unknown")
     if rank not in progress_of:
-        return RecoveryDecision("the others have gone on without this rank")
+        return RecoveryDecision("the other ranks have continued without this rank")
     mine = progress_of[rank]
     last, least = min(
         (progress.last_reachable_step, other) for other, progress in progress_of.items()

@@ -117,8 +117,8 @@ class ParamRecovery:
 
     def _mark_unusable(self, reason: str) -> None:
         self._error = (
-            f"these parameters are not to be used or saved, as {reason}: load the last checkpoint "
-            f"into them. The run has failed: {self._verdict}"
+            f"these parameters must not be used or saved, because {reason}: load the last "
+            f"checkpoint into them. The run has failed: {self._verdict}"
         )
 
     def _read(self, param: torch.Tensor) -> None:

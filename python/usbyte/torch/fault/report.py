@@ -12,8 +12,8 @@ from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.messages import check, read
 
 #: State of one rank. "optimizers" has, by label, the result of `Engine.status`, or {} if nothing is
-#: sent. "eager" lists the eager operations in flight. In the phase "exchange" (DASO), "step" counts
-#: exchanges of parameters between nodes.
+#: sent. "eager" lists the eager operations in flight. In the phase "averaging" (DASO), "step"
+#: counts node averagings.
 State = Mapping[str, Any]
 
 
@@ -96,8 +96,8 @@ def behind(states: Mapping[int, State]) -> list[str]:
         left = any(s["phase"] != "backward" for s in first)
         launched = max((s.get("launched", 0) for s in first), default=0)
         for rank, s in sorted(at.items()):
-            if s["step"] < latest and s["phase"] == "exchange":
-                late.append(f"rank {rank} has not begun exchange {latest} of parameters")
+            if s["step"] < latest and s["phase"] == "averaging":
+                late.append(f"rank {rank} has not begun node averaging {latest}")
             elif s["step"] < latest:
                 found_behind.append(f"rank {rank} has not begun backward of step {latest}")
             elif left and s["phase"] == "backward":
@@ -142,9 +142,9 @@ def _rank(rank: int, state: State) -> list[str]:
     for label, status in state["optimizers"].items():
         if not status:
             continue
-        if status["phase"] == "exchange":
+        if status["phase"] == "averaging":
             if status["step"] >= 0:
-                lines.append(f"rank {rank}: exchange {status['step']} of parameters begun")
+                lines.append(f"rank {rank}: node averaging {status['step']} begun")
             continue
         which = f", {label}" if len(state["optimizers"]) > 1 else ""
         done = f", {status['completed']} of {status['ops']} done" if "ops" in status else ""

@@ -152,7 +152,7 @@ class BackwardDriver:
             self._drop_shards()
         self._observer.backward_begins(not self._decision.learned)
         if self.passes and self._decision.defers and not has_shards:
-            self._stay_with_backward("several backward passes before one step() have come up")
+            self._stay_with_backward("several backward passes sent gradients before one step()")
         return set(self._applier.updates.unvisited)
 
     def _finish(self) -> None:
@@ -167,7 +167,7 @@ class BackwardDriver:
             self._warnings.no_step(self.passes)
         defers = decision.defers and not observer.in_step and not decision.against
         if self._sender.shows_parts and not has_shards:
-            self._stay_with_backward("gradients are parts of memory that the script uses, too")
+            self._stay_with_backward("gradients share memory with other tensors of the script")
             defers = False
         elif defers and not has_shards and observer.expects_another_pass():
             defers = False
@@ -195,5 +195,5 @@ class BackwardDriver:
         if self._reducer.device.capturing():
             raise UsageError(
                 "a backward pass is being captured into a CUDA graph, and what a replay adds to "
-                "gradients would be lost: leave backward() out of the capture"
+                "gradients would be lost: do not capture backward()"
             )

@@ -64,7 +64,7 @@ def check_combination(
     if max_grad_norm is not None and not _is_positive(max_grad_norm, or_infinite=True):
         raise UsageError(f"max_grad_norm must be a positive number, not {max_grad_norm!r}")
     if shard_optimizer and fused_update:
-        raise UsageError("fused_update=True does not go with shard_optimizer=True")
+        raise UsageError("fused_update=True cannot be combined with shard_optimizer=True")
     if integer("backward_passes_per_step", backward_passes_per_step) < 1:
         raise UsageError(
             f"backward_passes_per_step must be 1 at least, not {backward_passes_per_step}"
@@ -103,7 +103,7 @@ def validate_policy(
         )
     if shard_optimizer and isinstance(policy, str) and policy not in tuning.SHARDING:
         raise UsageError(
-            f"policy '{policy}' cannot serve shard_optimizer=True; take one of "
+            f"policy '{policy}' does not support shard_optimizer=True; use one of "
             f"{', '.join(tuning.SHARDING)}"
         )
     if isinstance(policy, str) and policy.startswith("tune:"):
@@ -114,8 +114,8 @@ def validate_policy(
         steps = integer("tune_steps", tune_steps)
         if steps < 2 and (policy, steps) != ("auto", 0):
             raise UsageError(
-                f"tune_steps must be 2 at least to time a step, not {steps}; 0 lets auto try "
-                "nothing"
+                f"tune_steps must be 2 at least to time a step, not {steps}; with 0, policy auto "
+                "tries no plans"
             )
     return policy
 

@@ -49,10 +49,10 @@ class FusedUpdate:
         device = device_of(names, params)
         if kind not in _KINDS:
             known = ", ".join(k.__name__ for k in _KINDS)
-            raise UsageError(f"fused_update=True serves torch.optim.{known}, not {kind.__name__}")
+            raise UsageError(f"fused_update=True supports torch.optim.{known}, not {kind.__name__}")
         _check_step(optimizer)
         if device.core is None:
-            raise UsageError("fused_update=True serves parameters on CUDA devices: leave it out")
+            raise UsageError("fused_update=True needs parameters on CUDA devices: remove it")
         self._names = dict(zip(params, names, strict=True))
         self._optimizer, self._device, self._core = optimizer, device, device.core
         self._update = self._update_sgd if kind is torch.optim.SGD else self._update_adam
@@ -102,7 +102,7 @@ class FusedUpdate:
     def _check(self, group: dict[str, Any]) -> None:
         for option in _REFUSED:
             if group.get(option):
-                raise UsageError(f"fused_update=True does not go with {option}=True: leave it out")
+                raise UsageError(f"fused_update=True does not support {option}=True: remove one")
         if isinstance(group["lr"], torch.Tensor) and group["lr"].device.type != "cpu":
             raise UsageError("fused_update=True needs a learning rate on the host: lr=float(...)")
         for param in group["params"]:
@@ -182,8 +182,8 @@ class FusedUpdate:
 def _check_step(optimizer: torch.optim.Optimizer) -> None:
     if step_is_replaced(optimizer):
         raise UsageError(
-            f"fused_update=True takes steps as torch.optim.{type(optimizer).__name__} does, and "
-            "another function was put in the place of this one's step(): leave one of them out"
+            f"fused_update=True runs the step of torch.optim.{type(optimizer).__name__}, and "
+            "step() of this optimizer was replaced by another function: remove one of the two"
         )
 
 

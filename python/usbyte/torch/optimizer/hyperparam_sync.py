@@ -100,8 +100,8 @@ class HyperparamSync:
         """Raises UsageError if this rank skips a step for which joined ranks wait."""
         if self._others_step():
             raise UsageError(
-                "gradients were sent and no step() has followed: with shard_optimizer=True none "
-                "can be left out while other ranks have joined"
+                "gradients were sent and no step() has followed: with shard_optimizer=True no step "
+                "can be skipped while other ranks have joined"
             )
 
     def _others_step(self) -> bool:

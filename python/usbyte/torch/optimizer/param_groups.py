@@ -64,10 +64,10 @@ class ParamGroupIndex:
                     if id(param) not in others and param.numel() > 0:
                         raise UsageError(
                             f"group {g} of the optimizer has a parameter of shape "
-                            f"{tuple(param.shape)} that was put there by hand, so that its "
-                            "gradients would stay each rank's own: give new parameters to "
-                            "add_param_group of the DistributedOptimizer, or wrap the optimizer "
-                            "anew"
+                            f"{tuple(param.shape)} that was added without add_param_group(), so "
+                            "its gradients would not be reduced: pass new parameters to "
+                            "add_param_group() of the DistributedOptimizer, or wrap the optimizer "
+                            "again"
                         )
                 elif found[i] is not None:
                     raise UsageError(

@@ -73,7 +73,7 @@ def register_params(
         if other is not None and other is not session and not other.closed:
             raise UsageError(
                 f"parameter '{name}' is already wrapped by another DistributedOptimizer, which "
-                "lives on with the model: call its close() first"
+                "stays in use as long as the model exists: call its close() first"
             )
     for param in params:
         setattr(param, _TIE, ParamOwner(param, owner, session))

@@ -120,7 +120,7 @@ class OptimizerSession:
         if self.rank_group.size == 1:
             return
         if self.closed:
-            raise UsageError("this DistributedOptimizer is closed; wrap the optimizer anew")
+            raise UsageError("this DistributedOptimizer is closed; wrap the optimizer again")
         if (controller := self.live) is not None:
             controller.check()
 
@@ -186,8 +186,9 @@ class OptimizerSession:
         self.param_table = param_table
         if holds_shards(self._optimizer):
             raise UsageError(
-                "this optimizer holds shards of its state from before a shutdown: make it anew and "
-                "load a checkpoint, or call close() on its DistributedOptimizer before shutdown()"
+                "this optimizer holds shards of its state from before a shutdown: make a new one "
+                "and load a checkpoint, or call close() on its DistributedOptimizer before "
+                "shutdown()"
             )
         if rank_group.size == 1:  # a single rank sends nothing
             before = self.local_steps

@@ -51,14 +51,13 @@ def check_shardable(optimizer: torch.optim.Optimizer, overlap: str) -> None:
     if not is_elementwise(optimizer):
         kind = type(optimizer).__name__
         raise UsageError(
-            f"shard_optimizer=True needs an optimizer that treats every element by itself, and "
-            f"{kind} is not known to: use torch.optim.{', '.join(ELEMENTWISE)}, or leave "
-            "shard_optimizer out"
+            f"shard_optimizer=True needs an elementwise optimizer, and {kind} is not known to be "
+            f"one: use torch.optim.{', '.join(ELEMENTWISE)}, or remove shard_optimizer"
         )
     check_step_own(optimizer)
     if overlap == "backward":
         raise UsageError(
-            "shard_optimizer=True gathers parameters in the next forward pass: leave out "
+            "shard_optimizer=True gathers parameters in the next forward pass: remove "
             'overlap="backward"'
         )
 
@@ -67,9 +66,8 @@ def check_step_own(optimizer: torch.optim.Optimizer) -> None:
     """Raises UsageError if the optimizer's step was replaced by another function."""
     if step_is_replaced(optimizer):
         raise UsageError(
-            "shard_optimizer=True needs a step() that treats every element by itself, and another "
-            f"function was put in the place of this {type(optimizer).__name__}'s: leave one of "
-            "them out"
+            "shard_optimizer=True needs an elementwise step(), and that of this "
+            f"{type(optimizer).__name__} was replaced by another function: remove one of the two"
         )
 
 
@@ -201,7 +199,7 @@ class ShardedUpdates(DeferredUpdateQueue):
             if not _same_bits(param, self._reducer.gathered(i)):
                 raise MismatchError(
                     f"another rank has updated parameter '{self._reducer.names[i]}' with gradients "
-                    "that were reset here before step(): let all ranks do alike"
+                    "that were reset here before step(): reset gradients on all ranks, or on none"
                 )
 
     def _send(self) -> None:

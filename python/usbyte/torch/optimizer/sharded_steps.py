@@ -111,13 +111,14 @@ class ShardedSteps:
         if not self._reducer.in_flight:
             if shards.grads_consumed:
                 raise UsageError(
-                    "step() again without backward(): with shard_optimizer=True a step uses its "
-                    "gradients up; call backward() before the next one"
+                    "step() was called again without backward(): with shard_optimizer=True a step "
+                    "consumes its gradients; call backward() before the next step()"
                 )
             if (i := self._reducer.sender.unsent_gradient()) >= 0:
                 raise UsageError(
-                    f"the gradient of '{self._param_table.names[i]}' was set by hand, and with "
-                    "shard_optimizer=True a step uses what backward() has sent: leave it out"
+                    f"the gradient of '{self._param_table.names[i]}' was assigned by the script, "
+                    "but with shard_optimizer=True step() uses the gradients that backward() has "
+                    "sent: do not assign it"
                 )
             return False
         if self._reducer.dropped():

@@ -197,8 +197,8 @@ class StepController:
             if _is_in_backward():
                 raise _called_in_backward()
             raise Error(
-                "the last backward() did not end, so the other ranks wait for its gradients in "
-                "vain; restart the job from its last checkpoint"
+                "the last backward() did not end, so the other ranks wait for gradients that will "
+                "not come; restart the job from its last checkpoint"
             )
         self._param_table.check_frozen()
 
@@ -438,7 +438,7 @@ class StepController:
     def _step_shards(self, shards: ShardedUpdates) -> None:
         if self._needs_whole_step():
             raise UsageError(
-                "shard_optimizer=True does not work with GradScaler or step hooks; leave it out"
+                "shard_optimizer=True does not support GradScaler or step hooks; remove it"
             )
         if not self._sharded.step(shards):
             return
@@ -481,6 +481,6 @@ def _called_in_backward() -> UsageError:
     return UsageError(
         "step() or zero_grad() was called inside backward(), as by a hook of a parameter: make one "
         "DistributedOptimizer for all parameters and call step() once backward() has returned. "
-        'With overlap="forward" each update then runs when its layer needs it, and frees as much '
-        "time as a step in a hook"
+        'With overlap="forward" each update then runs when its layer needs it, which overlaps as '
+        "much as a step in a hook"
     )

@@ -38,9 +38,9 @@ class StepWarnings:
         """Warns that updates of `aliased` are not deferred: other tensors use their memory."""
         if self.is_new("aliases"):
             log.warning(
-                "%s: a script keeps other tensors over the memory of %d of %d parameters, '%s' for "
-                "one, as a state_dict() or p.data are, so that step() waits for their gradients: "
-                "copy what you keep (copy.deepcopy), or take it anew each time",
+                "%s: the script keeps tensors that share memory with %d of %d parameters, for "
+                "example with '%s', as a state_dict() or p.data does, so step() waits for their "
+                "gradients: keep copies (copy.deepcopy), or get these tensors again each time",
                 self._label,
                 len(aliased),
                 len(self._names),
@@ -51,9 +51,9 @@ class StepWarnings:
         """Warns that the gradient of parameter `i` came from no backward pass and is not sent."""
         if self.is_new("unsent"):
             log.warning(
-                "%s: the gradient of '%s' was set by hand, and only those that backward() gives "
-                "are summed: ranks come apart unless all set the same, as with "
-                "usbyte.torch.allreduce",
+                "%s: the gradient of '%s' was assigned by the script, and only gradients from "
+                "backward() are reduced: parameters diverge unless all ranks assign the same "
+                "values, for example from usbyte.torch.allreduce",
                 self._label,
                 self._names[i],
             )
@@ -62,10 +62,10 @@ class StepWarnings:
         """Warns that another thread has used the parameter `name` while updates are deferred."""
         if self.is_new("threads"):
             log.warning(
-                "%s: another thread than the one that trains has used '%s' while updates wait for "
-                "the forward pass, so that either may see a parameter in the middle of its update: "
-                "call optimizer.drain() after step(), before others use parameters, and let them "
-                "be done before the next step()",
+                "%s: a thread other than the training thread used '%s' while updates were deferred "
+                "to the forward pass, so either may see a partly updated parameter: call "
+                "optimizer.drain() after step(), before other threads use parameters, and let "
+                "these threads finish before the next step()",
                 self._label,
                 name,
             )
@@ -74,7 +74,7 @@ class StepWarnings:
         """Warns that `passes` backward passes have sent gradients without a step, at a limit."""
         if passes == _PASSES_WITHOUT_STEP:
             log.warning(
-                "%s: %d backward passes have sent gradients without a call of step(), so that "
+                "%s: %d backward passes have sent gradients without a call of step(), so "
                 "communication is not planned: call step() of the DistributedOptimizer. Where the "
                 "wrapped optimizer updates parameters in other methods, as SAM does in "
                 "first_step() and second_step(), wrap the optimizer that it is made of instead: "

@@ -152,7 +152,7 @@ class UpdateApplier:
 
     def _on_gradient_read(self, i: int, grad: torch.Tensor) -> None:
         if self.has_shards:
-            raise no_whole_gradients("clip with max_grad_norm=, and use them up in step()")
+            raise no_whole_gradients("clip with max_grad_norm=, and use them in step() only")
         if self._reducer.in_flight:
             self.drain()
         elif i in self.updates.unvisited:

@@ -177,9 +177,9 @@ def warn_of_renormalized(
     for name, param in zip(param_table.names, param_table.params, strict=True):
         if param in changed:
             log.warning(
-                "%s: the forward pass renormalises rows of '%s' (max_norm), on each rank those "
-                "that it uses, so that ranks come apart, as under DDP: leave max_norm out, or call "
-                "broadcast_parameters now and then",
+                "%s: the forward pass renormalizes the rows of '%s' that it uses (max_norm), so "
+                "parameters diverge between ranks, as under DDP: remove max_norm, or call "
+                "broadcast_parameters periodically",
                 label,
                 name,
             )
@@ -193,8 +193,8 @@ def _sparse(param_table: ParamTable, settings: Settings, model: nn.Module | None
     if sparse and (settings.shard_optimizer or settings.fused_update):
         what = "shard_optimizer=True" if settings.shard_optimizer else "fused_update=True"
         raise UsageError(
-            f"the gradient of '{min(sparse)}' is sparse, which does not go with {what}: pass "
-            "sparse_as_dense=True"
+            f"the gradient of '{min(sparse)}' is sparse, which cannot be combined with {what}: "
+            "pass sparse_as_dense=True"
         )
     return sparse
 
@@ -212,7 +212,7 @@ def _check_separate(
         first, second = (names[i] for i in group[:2])
         raise UsageError(
             f"parameters '{first}' and '{second}' share memory, so that each gets the update of "
-            f"both, which does not go with {what}: leave it out, or make them one parameter "
+            f"both, which cannot be combined with {what}: remove it, or make them one parameter "
             "(module.weight = other.weight)"
         )
 

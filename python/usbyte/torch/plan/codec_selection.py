@@ -87,7 +87,7 @@ class CodedPlans:
         known = self._own | self._costs
         return _core.CodecCosts({spec: known[spec] for spec in wanted}, self._row_s)
 
-    def line_codecs(self, specs: Iterable[str], mesh: _core.Topology | None) -> list[str]:
+    def dimension_codecs(self, specs: Iterable[str], mesh: _core.Topology | None) -> list[str]:
         """Returns the codecs that ops may use inside single dimensions of the network, sorted.
 
         Args:
@@ -99,7 +99,7 @@ class CodedPlans:
         """
         if mesh is None or self._sharded:
             return []
-        return sorted({spec for each in set(specs) for spec in _core.line_codecs(each, mesh)})
+        return sorted({spec for each in set(specs) for spec in _core.dimension_codecs(each, mesh)})
 
     def routed(
         self,
@@ -121,12 +121,12 @@ class CodedPlans:
             overlap: "backward" or "forward"; default the attribute `overlap`.
         """
         best = self.with_schemes(plan, network)
-        flat = {op.codec for op in plan.ops if op.kind == "all_reduce" and op.line < 0}
-        along = self.line_codecs(flat, network.topology)
+        flat = {op.codec for op in plan.ops if op.kind == "all_reduce" and op.dimension < 0}
+        along = self.dimension_codecs(flat, network.topology)
         if not along:
             return best
         costs = self.costs_of([*(op.codec for op in plan.ops), *along])
-        return _core.with_lines(best, profile, network, overlap or self.overlap, costs)
+        return _core.with_dimension_paths(best, profile, network, overlap or self.overlap, costs)
 
     def with_schemes(self, plan: _core.Plan, network: _core.NetworkModel) -> _core.Plan:
         """Returns `plan` with a sparse scheme for each op that is predicted to be faster with one.
@@ -236,9 +236,9 @@ def coded_along(plan: _core.Plan, mesh: _core.Topology) -> str:
     """Returns the codecs that a plan uses in each dimension, as the end of a log message."""
     found: dict[str, set[str]] = {}
     for op in plan.ops:
-        if op.line >= 0 and op.codec != "none":
+        if op.dimension >= 0 and op.codec != "none":
             codec = op.codec.removesuffix(",feedback=off")
-            found.setdefault(mesh.dimensions[op.line].name, set()).add(codec)
+            found.setdefault(mesh.dimensions[op.dimension].name, set()).add(codec)
     told = [f"in '{name}' by {', '.join(sorted(codecs))}" for name, codecs in sorted(found.items())]
     return f"; coded {' and '.join(told)}" if told else ""
 

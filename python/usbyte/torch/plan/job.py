@@ -134,7 +134,7 @@ class ParamTable:
             if param.requires_grad:
                 raise UsageError(
                     f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "
-                    "wrapped and is not any more; wrap the optimizer anew after unfreezing"
+                    "wrapped and is not any more; wrap the optimizer again after unfreezing"
                 )
 
 

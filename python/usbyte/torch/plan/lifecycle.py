@@ -281,7 +281,7 @@ class PlanLifecycle:
         if self.phase is PlanPhase.ENDING:
             self._asked = self._fresh = False
             log.info(
-                "learning anew, as steps take another time, gradients have other rows, or other "
+                "measuring again, because the step time or the rows of gradients changed, or other "
                 "threads use parameters"
             )
             self._advance(PlanPhase.LEARNING)

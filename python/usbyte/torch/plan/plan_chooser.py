@@ -131,7 +131,7 @@ class PlanChooser:
         codecs = codecs_of(profile, self._codecs)
         costs = self._plans.costs_of(codecs)
         return tuning.TRIED[policy](
-            tuning.Job(
+            tuning.TuningTask(
                 profile, network, self._options, self._plans.overlap, self._sharded, codecs, costs,
                 may_end_in_backward=self._chooses_overlap,
             )
@@ -210,7 +210,7 @@ class PlanChooser:
         for scheme in sorted({op.scheme for op in plan.ops} - {""}):
             ops = [op for op in plan.ops if op.scheme == scheme]
             log.info(
-                "%s: what %s picks is added up by %s in %d of %d ops, not gathered",
+                "%s: the elements that %s selects are summed by scheme %s in %d of %d ops",
                 self._label, "/".join(sorted({op.codec for op in ops})), scheme, len(ops),
                 len(plan.ops),
             )  # fmt: skip
@@ -223,7 +223,7 @@ class PlanChooser:
         ddp = _core.make_plan("ddp", dense(profile), network, self._options, self._plans.overlap)
         reason = ""
         if plan.policy == "auto" and plan.ops == ddp.ops:
-            reason = ", like DDP's: less than 1 % is to be won"
+            reason = ", DDP's buckets: other plans are predicted to save less than 1 %"
         all_ops = self._with_rows(ddp, profile, decision.sparse)
         one = network.all_reduce[0]
         log.info(

@@ -129,7 +129,9 @@ class Planner:
         assert self._chooses_overlap
         self._plans.overlap = "backward" if reason else "forward"
         if reason:
-            log.info("%s: updates do not wait for the next forward pass: %s", self.label, reason)
+            log.info(
+                "%s: updates are not deferred to the next forward pass: %s", self.label, reason
+            )
 
     def learning_plan(self) -> _core.Plan:
         """Returns DDP's buckets, in order of registration, and makes it the plan in force."""
@@ -191,7 +193,7 @@ class Planner:
             }
         lists = self._choices or [self._codecs]
         specs = [spec for codecs in lists for spec in codecs.values()]
-        if along := self._plans.line_codecs(specs, topology):
+        if along := self._plans.dimension_codecs(specs, topology):
             # Rank 0's list, because ranks may have measured different speeds.
             name = f"{label}.codecs_along"
             specs += self._rank_group.eager.broadcast_json(name, along, 0, list[str])
@@ -286,7 +288,7 @@ class Planner:
                     now.get(op.codec, op.codec),
                     scheme=op.scheme,
                     route=op.route,
-                    line=op.line,
+                    dimension=op.dimension,
                 )
                 for op in plan.ops
             ]

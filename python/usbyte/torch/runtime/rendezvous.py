@@ -38,7 +38,7 @@ _MOST_ENTRIES = 1000  # log entries read in one call
 # store serves one request at a time, and reads of all ranks would overload it.
 _READERS = 8
 _ABSENT = b""
-_SILENT = "which came and does not answer any more"
+_SILENT = "which connected and no longer answers"
 
 
 class Join(NamedTuple):
@@ -190,9 +190,9 @@ class Rendezvous:
                 self._tell(calls, str(error))
                 raise
             raise UsageError(
-                f"rank {self._rank} of {self._size} has not met the others at {self._where}: the "
-                f"store there does not answer ({brief_error(error)}). Check that rank 0 and the "
-                "launcher are alive, and read their logs"
+                f"rank {self._rank} of {self._size} could not meet the others at {self._where}: "
+                f"the store there does not answer ({brief_error(error)}). Check that rank 0 and "
+                "the launcher are alive, and read their logs"
             ) from error
         except BaseException as error:
             self._tell(calls, f"{type(error).__name__}: {error}")
@@ -249,8 +249,8 @@ class Rendezvous:
 
     def _refuse(self) -> None:
         raise UsageError(
-            f"the {self._size} ranks at {self._where} have met already, and this process (rank "
-            f"{self._rank}) is one too many. Check that only one process has RANK={self._rank}, "
+            f"the {self._size} ranks at {self._where} have started already, and this process (rank "
+            f"{self._rank}) is an extra one. Check that only one process has RANK={self._rank}, "
             "and restart all ranks together"
         )
 
@@ -432,11 +432,11 @@ class Rendezvous:
         """Returns the number of processes of other jobs as an addition to a message, or ""."""
         if not self._strangers:
             return ""
-        return f" ({self._strangers} processes that are not of this job have come there, too)"
+        return f" ({self._strangers} processes of other jobs connected there too)"
 
     def _give_up(self) -> list[Any]:
         reason = (
-            f"{self._missing()} did not come to {self._where} within {self._limit_s:g} s"
+            f"{self._missing()} did not connect to {self._where} within {self._limit_s:g} s"
             f"{self._others()}. Check that all ranks are alive and were started with "
             f"WORLD_SIZE={self._size}, each with a RANK of its own and the same MASTER_ADDR and "
             "MASTER_PORT; raise USBYTE_START_LIMIT_S if they need longer to start"

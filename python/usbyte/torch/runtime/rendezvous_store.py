@@ -102,9 +102,9 @@ def _wait_for_server(cluster: Cluster, deadline: float) -> None:
         now = time.monotonic()
         if now > deadline:
             raise UsageError(
-                f"rank {cluster.rank} of {cluster.size} has waited {now - began:.0f} s for "
-                f"{server} at {_address(cluster)} in vain: {problem}. Check that all ranks are "
-                "started with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT, that rank 0 is "
+                f"rank {cluster.rank} of {cluster.size} could not connect to {server} at "
+                f"{_address(cluster)} within {now - began:.0f} s: {problem}. Check that all ranks "
+                "are started with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT, that rank 0 is "
                 "alive, and that its host can be reached there; raise USBYTE_START_LIMIT_S if it "
                 "needs longer to start"
             )

@@ -200,9 +200,9 @@ def warn_if_params_diverge(
     )
     log.warning(
         "%s: the ranks train different models: '%s' has norm %.6g and sum %.6g on rank %d but "
-        "%.6g and %.6g on rank %d, and so %d of %d parameters differ. Call "
+        "%.6g and %.6g on rank %d; %d of %d parameters differ. Call "
         "broadcast_parameters(model.state_dict()) before training, and change gradients and "
-        "parameters alike on all ranks",
+        "parameters in the same way on all ranks",
         label,
         names[first],
         own[1],

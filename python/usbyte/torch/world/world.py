@@ -354,7 +354,7 @@ class World:
                     rank: check(row, dict[str, RankProgress]) for rank, row in found.items()
                 }
         except Exception:  # blocked reads need the decision below
-            log.exception("what the fault has left cannot be found out")
+            log.exception("the state of the ranks after the fault is unknown")
         for participant in participants:
             progress_of = everyone and {
                 rank: theirs[participant.label]

@@ -43,7 +43,7 @@ def check_unreduced(
     if hasattr(optimizer, "_allreduce_grad_async"):
         raise UsageError(
             "the optimizer is Horovod's DistributedOptimizer, which reduces gradients by itself: "
-            "give usbyte's the optimizer that it was made of"
+            "pass the optimizer inside it to usbyte's DistributedOptimizer"
         )
     named = dict(zip(params, names, strict=True))
     for param, name in named.items():
@@ -106,11 +106,11 @@ def _reduced_by(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def _reduced_twice(name: str, by: str) -> UsageError:
     return UsageError(
-        f"the gradient of '{name}' is reduced by {by} too, so that it would be averaged twice and "
-        "come out too small. Drop one of the two: train the model that is inside the wrapper "
-        "(wrapper.module) and delete the wrapper, or leave out DistributedOptimizer. A Hugging "
-        "Face Trainer under a launcher, Accelerate's prepare(model) and Lightning's default "
-        "strategy wrap models by themselves: docs/migrating.md tells how to keep them from it"
+        f"the gradient of '{name}' is reduced by {by} too, so it would be averaged twice and be "
+        "too small. Remove one of the two: train the model that is inside the wrapper "
+        "(wrapper.module) and delete the wrapper, or remove DistributedOptimizer. A Hugging Face "
+        "Trainer under a launcher, Accelerate's prepare(model) and Lightning's default strategy "
+        "wrap models by themselves: docs/migrating.md describes how to prevent this"
     )
 
 

@@ -193,8 +193,8 @@ def _send(of: weakref.ref[GradientSender], i: int, _param: object) -> None:
     sender = of()
     if sender is None:
         raise UsageError(
-            "a parameter has a gradient that its DistributedOptimizer does not see, as that is "
-            "gone: make one for the parameters that are trained"
+            "a parameter has a gradient, but its DistributedOptimizer was deleted: make one for "
+            "the parameters that are trained"
         )
     if (not sender.is_sending or i in sender.missed) and not sender.begin_pass(i):
         return
@@ -205,7 +205,7 @@ def _send(of: weakref.ref[GradientSender], i: int, _param: object) -> None:
     if grad is None:
         raise UsageError(
             f"the gradient of '{sender._names[i]}' was reset by a hook of its parameter before it "
-            "was sent: leave gradients to the optimizer until step()"
+            "was sent: do not change gradients before step()"
         )
     if grad is sent.shown[i]:
         sender._check_not_summed(i)
@@ -226,7 +226,7 @@ def _send(of: weakref.ref[GradientSender], i: int, _param: object) -> None:
     if grad.layout is not torch.strided:
         if not sender._densifies:
             raise UsageError(
-                f"the gradient of '{sender._names[i]}' is sparse, which was not to be seen when "
+                f"the gradient of '{sender._names[i]}' is sparse, which could not be detected when "
                 "the optimizer was wrapped: give DistributedOptimizer model= or "
                 "sparse_as_dense=True"
             )
@@ -234,7 +234,7 @@ def _send(of: weakref.ref[GradientSender], i: int, _param: object) -> None:
     if grad.dtype != sent.tensors[i].dtype:
         raise UsageError(
             f"the gradient of '{sender._names[i]}' is of {grad.dtype}, and was of "
-            f"{sent.tensors[i].dtype} when the optimizer was wrapped: wrap it anew after "
+            f"{sent.tensors[i].dtype} when the optimizer was wrapped: wrap it again after "
             "the model's dtype is changed"
         )
     if is_shared or sent.has_private:

@@ -223,9 +223,9 @@ class InFlightGrads:
     def modified(self, i: int) -> Error:
         """Returns the error that the gradient of parameter `i` was written to while in flight."""
         return Error(
-            f"the gradient of '{self._names[i]}' was modified after backward() while it was on its "
-            'way to the other ranks. Use overlap="backward", or call optimizer.synchronize() '
-            "before you touch gradients."
+            f"the gradient of '{self._names[i]}' was modified after backward() while its "
+            'all-reduce was in flight. Use overlap="backward", or call optimizer.synchronize() '
+            "before you change gradients."
         )
 
     def make_lazy(self, fetch: Sequence[MaterializeFn], expose_remote: bool) -> None:
@@ -293,7 +293,7 @@ class InFlightGrads:
                 raise UsageError(
                     f"the gradient of '{self._names[i]}' was {what} inside backward() after it was "
                     "sent, by a hook of its parameter: register such hooks before the optimizer is "
-                    "wrapped, or leave gradients to it until step()"
+                    "wrapped, or do not change gradients before step()"
                 )
 
     def dropped(self, renewed: int = -1) -> bool:

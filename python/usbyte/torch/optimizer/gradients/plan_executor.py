@@ -259,7 +259,7 @@ class PlanExecutor:
         """
         self._retired.append(self.flat_buffer.buffer)  # it may be registered with NCCL
         memory = torch.zeros(
-            self.plan.arena_bytes, dtype=torch.uint8, device=self.device.torch_device
+            self.plan.flat_buffer_bytes, dtype=torch.uint8, device=self.device.torch_device
         )
         self._restart(self.plan, learning, concentrates=False, memory=memory)
 
@@ -309,7 +309,7 @@ class PlanExecutor:
         self.param_of_tensor = sorted(range(len(tensors)), key=tensors.__getitem__)
         self.co_arriving = co_arriving(plan, self.tensor_of_param)
         if memory is None:
-            memory = self._communicator.allocate(plan.arena_bytes)
+            memory = self._communicator.allocate(plan.flat_buffer_bytes)
             self._retired.clear()
         self.flat_buffer = FlatBuffer(plan, [self._params[i] for i in self.param_of_tensor], memory)
         params = dict(zip(self._names, self._params, strict=True))
@@ -329,7 +329,7 @@ class PlanExecutor:
             device=self.device.core,
             exchange=exchange.core if exchange is not None else None,
             scale=self._scale,
-            memory=self._memory.address,
+            codec_state=self._memory.address,
             seed=self._planner.seed,
             timed=learning,
             on_warning=self._rank_group.warn,

@@ -408,9 +408,9 @@ class Reducer:
                 ranks.
         """
         if self.in_flight:
-            other = "leave out shard_optimizer" if self._sharded else 'use overlap="backward"'
+            other = "remove shard_optimizer" if self._sharded else 'use overlap="backward"'
             raise UsageError(
-                "backward() ran again before step() while gradients were on their way. Accumulate "
+                "backward() ran again before step() while gradients were in flight. Accumulate "
                 f"under optimizer.no_sync(), or {other}."
             )
         self._executor.engine.drain(self.device.stream())

@@ -213,10 +213,10 @@ class StepChecksum:
             values = [json.dumps(record.get("options", {}).get(what)) for record in records]
             if len(set(values)) > 1:
                 return (
-                    f"{what} is {name_holders(values, self._ranks)}. Let schedulers and scripts "
-                    "set the same on all ranks (after join(), broadcast the state of schedulers "
-                    "from the rank that it returns), and restart the job from its last checkpoint. "
-                    "USBYTE_CHECK_STEPS=0 leaves out what is compared"
+                    f"{what} is {name_holders(values, self._ranks)}. Set the same value on all "
+                    "ranks, in schedulers too (after join(), broadcast their state from the rank "
+                    "that it returns), and restart the job from its last checkpoint. "
+                    "USBYTE_CHECK_STEPS=0 turns this check off"
                 )
         for name in records[0].get("params", {}):
             found = [record.get("params", {}).get(name) for record in records]
@@ -229,11 +229,10 @@ class StepChecksum:
                 odd = [r for r, value in zip(self._ranks, values, strict=True) if value != most]
                 return (
                     f"parameter '{name}' has other values on {name_ranks(odd)} than on the other "
-                    "ranks, which therefore train different models. See that all ranks load the "
-                    "same checkpoint or call broadcast_parameters(), that they change, scale and "
-                    "reset gradients alike (a GradScaler has one scale on all ranks), and restart "
-                    "the job from its last checkpoint. USBYTE_CHECK_STEPS=0 leaves out what is "
-                    "compared"
+                    "ranks, so the ranks train different models. Let all ranks load the same "
+                    "checkpoint or call broadcast_parameters(), and change, scale and reset "
+                    "gradients in the same way (a GradScaler has one scale on all ranks); restart "
+                    "the job from its last checkpoint. USBYTE_CHECK_STEPS=0 turns this check off"
                 )
         return ""
 

@@ -11,11 +11,11 @@ class StepPhase(Enum):
 
     NOTHING_SENT = "nothing was sent yet"
     IN_BACKWARD = "a backward pass sends gradients"
-    IN_FLIGHT = "all gradients were sent, and none was waited for"
+    IN_FLIGHT = "all gradients are in flight"
     DEFERRED = "step() was called, and each update waits for its gradient"
-    REDUCED = "all sums are there, or nobody wants them"
-    APPLYING_SHARDS = "this rank's shards are updated, and not gathered"
-    APPLIED = "updates have used sums"
+    REDUCED = "all gradients are reduced or discarded"
+    APPLYING_SHARDS = "shards are updated and not yet gathered"
+    APPLIED = "updates have used the reduced gradients"
     COMPLETED = "step() is over"
 
 

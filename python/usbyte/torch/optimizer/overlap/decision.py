@@ -122,7 +122,8 @@ class OverlapDecision:
         sharded = self._settings.shard_optimizer
         if begins and not sharded and self._planner.overlap == "forward":
             log.info(
-                "%s: updates wait for the next forward pass, except %d whose use was not seen",
+                "%s: updates are deferred to the next forward pass, except those of %d parameters "
+                "whose use was not observed",
                 self._planner.label,
                 len(self.unhooked_params),
             )

@@ -150,7 +150,7 @@ class DeferredUpdateQueue(ABC):
                 self.pending.update(taken)
                 raise Error(
                     f"parameter '{self._reducer.names[written[0]]}' was written to between step() "
-                    "and its update, which would have been lost or misplaced; call "
+                    "and its deferred update, so the write would be lost or overwritten; call "
                     "optimizer.synchronize() before you change parameters"
                 )
             unwrap_all(map(self._params.__getitem__, taken))

@@ -186,7 +186,7 @@ class ScriptObserver:
         if changed and strict:
             raise UsageError(
                 f"{type(self._optimizer).__name__}.step() changes its group's '{changed[0]}', so "
-                'it cannot be applied layer by layer; leave out overlap="forward"'
+                'it cannot be applied layer by layer; use overlap="backward"'
             )
         self._seen.changed = next(iter(changed), self._seen.changed)
 
@@ -210,8 +210,8 @@ class ScriptObserver:
         reasons = list(self._reasons(forward_hooks, unhooked, shared))
         if 2 * sum(self._bytes[i] for i in aliased) > sum(self._bytes):
             reasons.append(
-                f"the script keeps other tensors over the memory of '{self._names[aliased[0]]}', "
-                "and more, as a state_dict() is"
+                "the script keeps tensors that share memory with parameters, for example with "
+                f"'{self._names[aliased[0]]}', as a state_dict() does"
             )
         if against:
             reasons.append(against)
@@ -223,13 +223,13 @@ class ScriptObserver:
         kind, seen = type(self._optimizer), self._seen
         if step_is_replaced(self._optimizer):
             yield (
-                f"another function was put in the place of {kind.__name__}.step(), which may look "
-                "across parameters"
+                f"{kind.__name__}.step() was replaced by another function, which may combine "
+                "parameters"
             )
         elif not is_known(self._optimizer):
             yield (
-                f"{kind.__name__} is none of torch's own optimizers, and may look across "
-                'parameters; if it does not, say overlap="forward"'
+                f"{kind.__name__} is not one of torch's own optimizers and may combine "
+                'parameters; if it does not, set overlap="forward"'
             )
         if seen.closures:
             yield f"{kind.__name__} may call the closure of its step() several times"
@@ -238,32 +238,31 @@ class ScriptObserver:
         if seen.wholes:
             yield (
                 "step hooks, a GradScaler, another step(), or Adafactor for parameters of several "
-                "dtypes, want to see each step as a whole"
+                "dtypes, need each step as a whole"
             )
         if seen.repeated:
-            yield "several backward passes before one step() were sent"
+            yield "several backward passes sent gradients before one step()"
         if seen.with_reads and 2 * seen.with_reads >= seen.steps:
             yield (
-                "gradients are used between backward() and step(), that of "
-                f"'{self._names[seen.first_read]}' for one"
+                "gradients are read between backward() and step(), for example that of "
+                f"'{self._names[seen.first_read]}'"
             )
         whole = sum(self._bytes)
         early = [2 * n > forward_hooks.iterations for n in forward_hooks.read_early]
         read = [i for i, is_early in enumerate(early) if is_early]
         if 2 * sum(self._bytes[i] for i in read) > whole:
             yield (
-                f"parameters are read between step() and the forward pass, '{self._names[read[0]]}'"
-                " for one"
+                "parameters are read between step() and the forward pass, for example "
+                f"'{self._names[read[0]]}'"
             )
         if shared:
             yield (
-                "parameters are used by another thread than the one that trains, "
-                f"'{shared}' for one"
+                f"a thread other than the training thread uses parameters, for example '{shared}'"
             )
         if 2 * sum(self._bytes[i] for i in unhooked) > whole:
             yield (
-                f"what uses '{self._names[unhooked[0]]}', and more, was not seen to, as in "
-                "compiled code"
+                "the use of parameters was not observed, as in compiled code, for example of "
+                f"'{self._names[unhooked[0]]}'"
             )
 
 

@@ -243,7 +243,7 @@ class _Unscripted:
     def __name__(self) -> str:
         raise AttributeError(
             "torch.jit.script cannot compile the hooks by which modules wait for their parameters: "
-            "script a model made anew that has loaded this one's state_dict(), or use "
+            "script a new model that has loaded this one's state_dict(), or use "
             "torch.jit.trace"
         )
 

@@ -9,12 +9,12 @@
 
 namespace usbyte {
 
-/// Blocks of an arena as float32: where they lie if they are of that, else in a place of its own,
-/// which the next call uses again. For one thread.
-class ArenaFloats {
+/// Blocks of a flat buffer as float32: where they lie if they are of that, else in a place of its
+/// own, which the next call uses again. For one thread.
+class BufferFloats {
  public:
   /// Both outlive it.
-  ArenaFloats(const Plan& plan, std::byte* arena) : plan_(plan), arena_(arena) {}
+  BufferFloats(const Plan& plan, std::byte* flat_buffer) : plan_(plan), flat_buffer_(flat_buffer) {}
 
   /// What the block holds.
   std::span<float> load(Block block);
@@ -25,7 +25,7 @@ class ArenaFloats {
 
  private:
   const Plan& plan_;
-  std::byte* const arena_;
+  std::byte* const flat_buffer_;
   std::vector<float> converted_;
 };
 

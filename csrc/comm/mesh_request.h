@@ -11,25 +11,25 @@
 
 namespace usbyte {
 
-/// What keeps a request with a schedule or a line from being carried out, but for what `validate`
-/// says of the schedule; empty if nothing does.
+/// What keeps a request with a schedule or a dimension from being carried out, but for what
+/// `validate` says of the schedule; empty if nothing does.
 std::string mesh_problem(const Request& request, const Topology& topology);
 
-/// A request with a schedule, or with a line, as its only phase, on its way: what this rank does of
-/// each phase, and how far it is.
-class MeshJob {
+/// A request with a schedule, or with a dimension, as its only phase, on its way: what this rank
+/// does of each phase, and how far it is.
+class MeshRequest {
  public:
   /// `coordinates` are this rank's. The schedule is valid for the topology.
-  MeshJob(const Request& request, Completion done, const Topology& topology,
-          const std::vector<int>& coordinates);
+  MeshRequest(const Request& request, Completion done, const Topology& topology,
+              const std::vector<int>& coordinates);
 
-  /// Of its phases on the line of a dimension.
+  /// Of its phases on the axis group of a dimension.
   const std::vector<ChunkPhase>& order(size_t dimension) const;
-  /// What a line's communicator is to do. Without spans where it has nothing to do: on all ranks of
-  /// the line, as these agree on the coordinates that the spans depend on.
+  /// What an axis group's communicator is to do. Without spans where it has nothing to do: on all
+  /// ranks of the axis group, as these agree on the coordinates that the spans depend on.
   Request phase(int chunk, int phase) const;
 
-  Completion done;  // called, and with it released, by whom has taken the job out of its State
+  Completion done;          // called, and with it released, by whom has taken this out of the State
   std::vector<int> passed;  // phases, by chunk
   int64_t left = 0;         // phases
   int in_flight = 0;        // phases

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ops along the lines of a mesh, of a device's memory: the same as of the host's, whatever is late.
+// Ops along dimensions of a mesh, of a device's memory: the same as of the host's, whatever is
+// late.
 
 #include <gtest/gtest.h>
 
@@ -10,7 +11,7 @@
 
 #include "coded_training.h"
 #include "cuda/communicators/staged_communicator.h"
-#include "random_lines.h"
+#include "random_dimension_paths.h"
 #include "stream_mesh_rig.h"
 #include "usbyte/codec.h"
 
@@ -32,8 +33,9 @@ bool is_exact(const Plan& plan, const Topology& topology) {
   for (const Op& op : plan.ops()) {
     const auto codec = make_codec(op.codec);
     if (op.kind == Collective::all_gather) continue;
-    const int ranks =
-        op.line < 0 ? topology.ranks() : topology.dimensions[static_cast<size_t>(op.line)].size;
+    const int ranks = op.dimension < 0
+                          ? topology.ranks()
+                          : topology.dimensions[static_cast<size_t>(op.dimension)].size;
     const bool by_network = !codec || (op.kind == Collective::all_reduce && codec->adds());
     if (ranks > 2 && by_network && (codec || rounded)) return false;
     rounded |=
@@ -42,9 +44,9 @@ bool is_exact(const Plan& plan, const Topology& topology) {
   return true;
 }
 
-class DeviceLines : public testing::TestWithParam<uint64_t> {
+class DeviceDimensions : public testing::TestWithParam<uint64_t> {
  protected:
-  DeviceLines()
+  DeviceDimensions()
       : topology_(mesh(test::kLineMeshes[seed_ % test::kLineMeshes.size()])), plan_(make()) {
     want_.resize(static_cast<size_t>(topology_.ranks()));
     const auto ranks = communicators(topology_);
@@ -56,7 +58,7 @@ class DeviceLines : public testing::TestWithParam<uint64_t> {
 
   void expect_the_same(int rank, const Trained& got) const {
     const Trained& want = want_[static_cast<size_t>(rank)];
-    EXPECT_EQ(got.arenas, want.arenas);
+    EXPECT_EQ(got.flat_buffers, want.flat_buffers);
     EXPECT_EQ(got.memory, want.memory);
   }
   EmulatedCudaOptions late() const { return {.most_delay_s = seed_ % 2 ? 2e-4 : 0, .seed = seed_}; }
@@ -83,9 +85,9 @@ class DeviceLines : public testing::TestWithParam<uint64_t> {
 
   std::vector<Trained> want_;  // by rank
 };
-INSTANTIATE_TEST_SUITE_P(Engine, DeviceLines, testing::Range<uint64_t>(0, 24));
+INSTANTIATE_TEST_SUITE_P(Engine, DeviceDimensions, testing::Range<uint64_t>(0, 24));
 
-TEST_P(DeviceLines, TrainOverTheHostsNetworkAsTheHostDoes) {
+TEST_P(DeviceDimensions, TrainOverTheHostsNetworkAsTheHostDoes) {
   auto hosts = communicators(topology_);
   on_each_rank(topology_.ranks(), [&](int rank) {
     const auto cuda = make_emulated_cuda(late());
@@ -98,7 +100,7 @@ TEST_P(DeviceLines, TrainOverTheHostsNetworkAsTheHostDoes) {
   });
 }
 
-TEST_P(DeviceLines, TrainOverNcclAsTheHostDoes) {
+TEST_P(DeviceDimensions, TrainOverNcclAsTheHostDoes) {
   const int slots = 1 + static_cast<int>(seed_ / 4 % 3);
   StreamMeshRig rig(topology_, slots, {}, late());
   rig.on_each(

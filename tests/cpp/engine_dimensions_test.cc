@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ops along the lines of a mesh: what is coded is a shard of what a node has summed up.
+// Ops along dimensions of a mesh: what is coded is a shard of what a node has summed up.
 
 #include <gtest/gtest.h>
 
@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "mesh_rig.h"
-#include "plan/lines.h"
+#include "plan/dimension_path.h"
 #include "policy/transforms/routing.h"
-#include "random_lines.h"
+#include "random_dimension_paths.h"
 #include "usbyte/codec.h"
 #include "usbyte/engine.h"
 #include "usbyte/error.h"
@@ -36,34 +36,35 @@ float input(int rank, int step, int64_t element) {
 
 struct Outcome {
   std::vector<std::vector<float>> outputs;  // by step
-  std::vector<float> memory;
+  std::vector<float> codec_state;
 };
 
-// What each rank's arena holds after each step, and what its codecs remember in the end.
+// What each rank's flat buffer holds after each step, and what its codecs remember in the end.
 std::vector<Outcome> run(const Plan& plan, const Topology& topology) {
   const auto meshes = communicators(topology);
   std::vector<Outcome> out(meshes.size());
   on_each_rank(topology.ranks(), [&](int rank) {
     const auto at = static_cast<size_t>(rank);
     const auto numel = static_cast<size_t>(plan.numel());
-    std::vector<float> arena(numel);
-    out[at].memory.resize(3 * numel);
+    std::vector<float> flat_buffer(numel);
+    out[at].codec_state.resize(3 * numel);
     EngineOptions options;
-    options.memory = out[at].memory.data();
-    Engine engine(plan, reinterpret_cast<std::byte*>(arena.data()), *meshes[at], options);
+    options.codec_state = out[at].codec_state.data();
+    Engine engine(plan, reinterpret_cast<std::byte*>(flat_buffer.data()), *meshes[at], options);
     for (int step = 0; step < kSteps; ++step) {
       engine.begin_step();
-      for (size_t e = 0; e < numel; ++e) arena[e] = input(rank, step, static_cast<int64_t>(e));
+      for (size_t e = 0; e < numel; ++e)
+        flat_buffer[e] = input(rank, step, static_cast<int64_t>(e));
       for (int t = 0; t < static_cast<int>(plan.tensors().size()); ++t) engine.ready(t);
       engine.end_backward();
       engine.drain();
-      out[at].outputs.push_back(arena);
+      out[at].outputs.push_back(flat_buffer);
     }
   });
   return out;
 }
 
-TEST(EngineLines, WhatLosesNothingIsTheSum) {
+TEST(EngineDimensions, WhatLosesNothingIsTheSum) {
   Random random(1);
   for (int i = 0; i < cases(24); ++i) {
     const Topology topology =
@@ -83,7 +84,7 @@ TEST(EngineLines, WhatLosesNothingIsTheSum) {
 }
 
 // Only who codes an element remembers what was not sent of it.
-TEST(EngineLines, WhatIsNotSentIsRemembered) {
+TEST(EngineDimensions, WhatIsNotSentIsRemembered) {
   Random random(2);
   for (int i = 0; i < cases(24); ++i) {
     const Topology topology =
@@ -94,7 +95,7 @@ TEST(EngineLines, WhatIsNotSentIsRemembered) {
     std::vector<int> codes(ranks.size() * static_cast<size_t>(plan.numel()));
     for (const Op& op : plan.ops()) {
       const auto codec = make_codec(op.codec);
-      for (size_t r = 0; codec && codec->memories() > 0 && r < ranks.size(); ++r) {
+      for (size_t r = 0; codec && codec->state_rows() > 0 && r < ranks.size(); ++r) {
         for (Block b : worked_on(op, &topology, static_cast<int>(r))) {
           for (int64_t e = b.begin; e < b.end; ++e) {
             codes[r * static_cast<size_t>(plan.numel()) + static_cast<size_t>(e)] = 1;
@@ -111,16 +112,16 @@ TEST(EngineLines, WhatIsNotSentIsRemembered) {
         }
       }
       for (size_t r = 0; r < ranks.size(); ++r) {
-        arrived += ranks[r].memory[e];
+        arrived += ranks[r].codec_state[e];
         const bool is_its = codes[r * static_cast<size_t>(plan.numel()) + e] == 1;
-        EXPECT_TRUE(is_its || ranks[r].memory[e] == 0);
+        EXPECT_TRUE(is_its || ranks[r].codec_state[e] == 0);
       }
       ASSERT_NEAR(arrived, produced, 1e-3 * (1 + std::abs(produced)));
     }
   }
 }
 
-TEST(EngineLines, AllRanksHaveTheSameWhateverTheCodec) {
+TEST(EngineDimensions, AllRanksHaveTheSameWhateverTheCodec) {
   Random random(3);
   const std::vector<std::string> codecs = {
       "fp16",    "bf16",   "fp8",      "int8",    "topk:0.2", "randk:0.3", "dct:0.2",
@@ -138,7 +139,7 @@ TEST(EngineLines, AllRanksHaveTheSameWhateverTheCodec) {
 }
 
 // What AdaTopK and exact gathers send is what is sent without the latter.
-TEST(EngineLines, WhatIsPickedIsGatheredWhole) {
+TEST(EngineDimensions, WhatIsPickedIsGatheredWhole) {
   Random random(5);
   int exact = 0;
   for (int i = 0; i < cases(24); ++i) {
@@ -149,30 +150,30 @@ TEST(EngineLines, WhatIsPickedIsGatheredWhole) {
     Op op{Collective::all_reduce, {{0, numel}}, std::numeric_limits<int64_t>::max()};
     op.codec = spec;
     const Plan plan("test", {{"w", numel, DType::float32, 0, 1, 0}}, {op});
-    for (LineWay way : line_ways(op, topology)) {
-      if (way.gather == "none") continue;
+    for (DimensionPath path : dimension_paths(op, topology)) {
+      if (path.gather == "none") continue;
       ++exact;
       const auto along = [&] {
-        return along_lines(plan, topology, std::vector<std::optional<LineWay>>{way});
+        return along_dimensions(plan, topology, std::vector<std::optional<DimensionPath>>{way});
       };
       const std::vector<Outcome> picked = run(along(), topology);
-      way.gather = "none";
+      path.gather = "none";
       const std::vector<Outcome> whole = run(along(), topology);
       for (size_t r = 0; r < whole.size(); ++r) {
         ASSERT_EQ(picked[r].outputs, whole[r].outputs);
-        ASSERT_EQ(picked[r].memory, whole[r].memory);
+        ASSERT_EQ(picked[r].codec_state, whole[r].codec_state);
       }
     }
   }
   EXPECT_GT(exact, 0);
 }
 
-TEST(EngineLines, CommunicatorsWithoutSuchADimensionAreRefused) {
+TEST(EngineDimensions, CommunicatorsWithoutSuchADimensionAreRefused) {
   Random random(4);
   const Topology topology = mesh({2, 2});
   const Plan plan = random_lines(random, topology, {"fp16"}, {});
-  std::vector<float> arena(static_cast<size_t>(plan.numel()));
-  auto* const bytes = reinterpret_cast<std::byte*>(arena.data());
+  std::vector<float> flat_buffer(static_cast<size_t>(plan.numel()));
+  auto* const bytes = reinterpret_cast<std::byte*>(flat_buffer.data());
   auto flat = make_local_communicators(4);
   EXPECT_NE(
       message_of<UsageError>([&] { Engine(plan, bytes, *flat[0]); }).find("no such dimension"),

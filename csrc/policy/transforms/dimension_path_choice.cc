@@ -15,7 +15,7 @@
 namespace usbyte {
 namespace {
 
-using Ways = std::vector<std::optional<LineWay>>;  // by op
+using Paths = std::vector<std::optional<DimensionPath>>;  // by op
 
 constexpr double kPays = 0.5;          // 8 bytes for each element picked, 4 for each there is
 constexpr double kRoom = 1.2;          // for what a codec picks, whose number is rounded
@@ -108,14 +108,14 @@ bool gathers_all(const std::string& gather, const Op& op, const Codecs& codecs, 
 bool is_cast(const std::string& spec) { return spec == "fp16" || spec == "bf16"; }
 
 // Of any op with this codec, in a mesh of two dimensions.
-std::vector<LineWay> ways_of(const std::string& spec, const Topology& mesh) {
+std::vector<DimensionPath> paths_of(const std::string& spec, const Topology& mesh) {
   const std::string codec = make_codec(spec)->spec();  // one spelling
   std::vector<int> dimensions(static_cast<size_t>(mesh.ndim()));
   std::iota(dimensions.begin(), dimensions.end(), 0);
   std::erase_if(dimensions, [&](int d) { return at(mesh, d).size == 1; });
-  // Of ways that are as fast, the first is taken.
+  // Of paths that are as fast, the first is taken.
   std::ranges::stable_sort(dimensions, {}, [&](int d) { return at(mesh, d).bytes_per_s; });
-  std::vector<LineWay> out;
+  std::vector<DimensionPath> out;
   for (int d : dimensions) {
     const auto [inside, between] = scatter_and_sum(mesh, d);
     const int shards = at(mesh, inside).size, ranks = at(mesh, between).size;
@@ -136,8 +136,8 @@ std::vector<LineWay> ways_of(const std::string& spec, const Topology& mesh) {
   return out;
 }
 
-bool has_ways(const std::string& codec, const Topology& mesh) {
-  return has_two_lines(mesh) && has_line_ways({Collective::all_reduce, {}, 0, false, codec});
+bool has_paths(const std::string& codec, const Topology& mesh) {
+  return has_two_lines(mesh) && has_dimension_paths({Collective::all_reduce, {}, 0, false, codec});
 }
 
 class Chooser {
@@ -149,15 +149,15 @@ class Chooser {
         simulator_(profile, network, overlap, false, costs),
         best_(plan.ops().size()),
         late_s_(simulator_.lateness_s(plan)) {
-    for (const Op& op : plan.ops()) ways_.push_back(line_ways(op, mesh_));
+    for (const Op& op : plan.ops()) paths_.push_back(dimension_paths(op, mesh_));
   }
 
   Plan choose() {
     if (late_s_ <= 0) return plan_;
     size_t most = 0;
-    for (const auto& ways : ways_) most = std::max(most, ways.size());
-    for (size_t way = 0; way < most; ++way) try_all(way);
-    std::vector<size_t> order(ways_.size());
+    for (const auto& paths : paths_) most = std::max(most, paths.size());
+    for (size_t path = 0; path < most; ++path) try_all(path);
+    std::vector<size_t> order(paths_.size());
     std::iota(order.begin(), order.end(), size_t{0});
     std::ranges::stable_sort(order, [this](size_t a, size_t b) {
       return plan_.bytes(plan_.ops()[a]) > plan_.bytes(plan_.ops()[b]);
@@ -166,84 +166,84 @@ class Chooser {
       changes = false;
       for (size_t op : order) changes |= improve(op);
     }
-    return along_lines(plan_, mesh_, best_);
+    return along_dimensions(plan_, mesh_, best_);
   }
 
  private:
-  void try_all(size_t way) {
-    Ways all(ways_.size());
+  void try_all(size_t path) {
+    Paths all(paths_.size());
     for (size_t i = 0; i < all.size(); ++i) {
-      if (!ways_[i].empty()) all[i] = ways_[i][std::min(way, ways_[i].size() - 1)];
+      if (!paths_[i].empty()) all[i] = paths_[i][std::min(path, paths_[i].size() - 1)];
     }
     consider(std::move(all));
   }
 
   bool improve(size_t op) {
-    if (ways_[op].empty()) return false;
+    if (paths_[op].empty()) return false;
     bool changes = false;
-    for (size_t way = 0; way <= ways_[op].size() && simulator_.ops() < kMostOps; ++way) {
-      Ways other = best_;
-      other[op] = way == 0 ? std::nullopt : std::optional(ways_[op][way - 1]);
+    for (size_t path = 0; path <= paths_[op].size() && simulator_.ops() < kMostOps; ++path) {
+      Paths other = best_;
+      other[op] = path == 0 ? std::nullopt : std::optional(paths_[op][path - 1]);
       if (other[op] != best_[op]) changes |= consider(std::move(other));
     }
     return changes;
   }
 
-  // Of ways that hide everything, those that come earlier stand more.
-  bool consider(Ways ways) {
-    const double late_s = simulator_.lateness_s(along_lines(plan_, mesh_, ways));
-    const bool loses_more = losses(ways) > losses(best_);
+  // Of paths that hide everything, those that come earlier stand more.
+  bool consider(Paths paths) {
+    const double late_s = simulator_.lateness_s(along_dimensions(plan_, mesh_, paths));
+    const bool loses_more = losses(paths) > losses(best_);
     const double won_s =
         loses_more ? std::max(late_s_, 0.0) - std::max(late_s, 0.0) : late_s_ - late_s;
     const double step_s = simulator_.iteration_s() + std::max(late_s_, 0.0);
     if (!(won_s > step_s * (loses_more ? kWorthALoss : kClearly))) return false;
     late_s_ = late_s;
-    best_ = std::move(ways);
+    best_ = std::move(paths);
     return true;
   }
 
   // Ops that lose something twice.
-  static int64_t losses(const Ways& ways) {
-    return std::ranges::count_if(ways, [](const auto& way) {
-      return way && way->scatter != "none" && way->sum != "none" && !is_cast(way->sum);
+  static int64_t losses(const Paths& paths) {
+    return std::ranges::count_if(paths, [](const auto& path) {
+      return path && path->scatter != "none" && path->sum != "none" && !is_cast(path->sum);
     });
   }
 
   const Plan& plan_;
   const Topology& mesh_;
   Simulator simulator_;
-  std::vector<std::vector<LineWay>> ways_;  // by op
-  Ways best_;
-  double late_s_;  // how late what goes these ways is
+  std::vector<std::vector<DimensionPath>> paths_;  // by op
+  Paths best_;
+  double late_s_;  // how late what goes these paths is
 };
 
 }  // namespace
 
-std::vector<LineWay> line_ways(const Op& op, const Topology& mesh) {
-  if (!has_line_ways(op) || !has_ways(op.codec, mesh)) return {};
-  std::vector<LineWay> out = ways_of(op.codec, mesh);
-  std::erase_if(out, [&](const LineWay& way) {
-    if (way.gather == "none" || is_cast(way.gather)) return false;
-    const auto [inside, between] = scatter_and_sum(mesh, way.sum_line);
-    return !gathers_all(way.gather, op, {way.scatter, way.sum}, at(mesh, inside).size,
+std::vector<DimensionPath> dimension_paths(const Op& op, const Topology& mesh) {
+  if (!has_dimension_paths(op) || !has_paths(op.codec, mesh)) return {};
+  std::vector<DimensionPath> out = paths_of(op.codec, mesh);
+  std::erase_if(out, [&](const DimensionPath& path) {
+    if (path.gather == "none" || is_cast(path.gather)) return false;
+    const auto [inside, between] = scatter_and_sum(mesh, path.sum_dimension);
+    return !gathers_all(path.gather, op, {path.scatter, path.sum}, at(mesh, inside).size,
                         at(mesh, between).size);
   });
   return out;
 }
 
-std::vector<std::string> line_codecs(const std::string& codec, const Topology& mesh) {
+std::vector<std::string> dimension_codecs(const std::string& codec, const Topology& mesh) {
   std::set<std::string> found;
-  if (has_ways(codec, mesh)) {
-    for (const LineWay& way : ways_of(codec, mesh)) {
-      found.insert({way.scatter, way.sum, way.gather});
+  if (has_paths(codec, mesh)) {
+    for (const DimensionPath& path : paths_of(codec, mesh)) {
+      found.insert({path.scatter, path.sum, path.gather});
     }
   }
   found.erase("none");
   return {found.begin(), found.end()};
 }
 
-Plan with_lines(const Plan& plan, const Profile& profile, const NetworkModel& network,
-                Overlap overlap, const CodecCosts& costs) {
+Plan with_dimension_paths(const Plan& plan, const Profile& profile, const NetworkModel& network,
+                          Overlap overlap, const CodecCosts& costs) {
   if (!network.topology || !has_two_lines(*network.topology)) return plan;
   return Chooser(plan, profile, network, overlap, costs).choose();
 }

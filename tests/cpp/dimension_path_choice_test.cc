@@ -19,7 +19,7 @@
 namespace usbyte {
 namespace {
 
-using Ways = std::vector<std::optional<LineWay>>;
+using Paths = std::vector<std::optional<DimensionPath>>;
 
 // Scattered inside, messages of a byte take 5e-10 s, and 2e-8 s gathered between: 40 times.
 const Topology kMesh{{{"inside", 2, 1e9, 1e-5}, {"between", 2, 2.5e7, 1e-4}}};
@@ -32,32 +32,32 @@ Op op_of(Block block, std::string codec) {
           std::move(codec)};
 }
 
-TEST(LineChoice, TheSlowerDimensionHasTheRatio) {
+TEST(DimensionPathChoice, TheSlowerDimensionHasTheRatio) {
   const std::string few = "topk:0.024,feedback=off";  // room for 2 %
-  const std::vector<LineWay> expected = {
+  const std::vector<DimensionPath> expected = {
       {1, "none", "topk:0.01", "none"},     {1, "none", "topk:0.01", few},
       {1, "topk:0.4", "topk:0.01", "none"}, {1, "topk:0.4", "topk:0.01", few},
       {0, "none", "topk:0.01", "none"},     {0, "none", "topk:0.01", few},
       {0, "topk:0.01", "topk:0.4", "none"},
   };
-  EXPECT_EQ(line_ways(op_of({0, 10'000}, "topk:0.01"), kMesh), expected);
-  EXPECT_EQ(line_codecs("topk:0.01", kMesh),
+  EXPECT_EQ(dimension_paths(op_of({0, 10'000}, "topk:0.01"), kMesh), expected);
+  EXPECT_EQ(dimension_codecs("topk:0.01", kMesh),
             (std::vector<std::string>{"topk:0.01", few, "topk:0.4"}));
-  EXPECT_EQ(line_ways(op_of({0, 10'000}, "topk:1e-2"), kMesh), expected);
+  EXPECT_EQ(dimension_paths(op_of({0, 10'000}, "topk:1e-2"), kMesh), expected);
   // Shards of 30 have one picked each, and no room for two.
-  for (const LineWay& way : line_ways(op_of({0, 60}, "topk:0.01"), kMesh)) {
-    EXPECT_EQ(way.gather, "none");
+  for (const DimensionPath& path : dimension_paths(op_of({0, 60}, "topk:0.01"), kMesh)) {
+    EXPECT_EQ(path.gather, "none");
   }
   // One so fast that it needs none.
   const Topology fast{{{"inside", 2, 1e9}, {"between", 2, 1e6}}};
-  EXPECT_EQ(line_ways(op_of({0, 10'000}, "topk:0.01"), fast)[4],
-            (LineWay{0, "topk:0.01", "none", "none"}));
-  EXPECT_EQ(line_ways(op_of({0, 10'000}, "topk:0.01,feedback=off"), kMesh)[2].scatter,
+  EXPECT_EQ(dimension_paths(op_of({0, 10'000}, "topk:0.01"), fast)[4],
+            (DimensionPath{0, "topk:0.01", "none", "none"}));
+  EXPECT_EQ(dimension_paths(op_of({0, 10'000}, "topk:0.01,feedback=off"), kMesh)[2].scatter,
             "topk:0.4,feedback=off");
 }
 
 // Both dimensions are busy for as long, whatever their sizes and speeds.
-TEST(LineChoice, MessagesTakeAsLongInBothDimensions) {
+TEST(DimensionPathChoice, MessagesTakeAsLongInBothDimensions) {
   std::mt19937 rng(3);
   int coded = 0;
   for (int i = 0; i < cases(100); ++i) {
@@ -65,24 +65,25 @@ TEST(LineChoice, MessagesTakeAsLongInBothDimensions) {
                          {"b", static_cast<int>(uniform(rng, 2, 6)), uniform_real(rng, 1e8, 1e9)}}};
     const Op op = op_of({0, 3'600'000}, "topk:0.001");
     const Plan plan("t", {{"w", 3'600'000, DType::float32, 0}}, {op});
-    for (const LineWay& way : line_ways(op, mesh)) {
-      if (way.scatter == "none" || way.sum == "none") continue;
+    for (const DimensionPath& path : dimension_paths(op, mesh)) {
+      if (path.scatter == "none" || path.sum == "none") continue;
       ++coded;
-      const Plan along = along_lines(plan, mesh, Ways{way});
-      const double scatter_s = line_cost(along, along.ops()[0], mesh).transfer_s;
-      const double sum_s = line_cost(along, along.ops()[1], mesh).transfer_s;
+      const Plan along = along_dimensions(plan, mesh, Paths{path});
+      const double scatter_s = dimension_cost(along, along.ops()[0], mesh).transfer_s;
+      const double sum_s = dimension_cost(along, along.ops()[1], mesh).transfer_s;
       EXPECT_NEAR(scatter_s / sum_s, 1, 0.02);
-      EXPECT_TRUE(way.scatter == op.codec || way.sum == op.codec);
+      EXPECT_TRUE(path.scatter == op.codec || path.sum == op.codec);
     }
   }
   EXPECT_GE(coded, cases(100));
 }
 
-TEST(LineChoice, WhatCannotBeCodedTwiceIsNot) {
+TEST(DimensionPathChoice, WhatCannotBeCodedTwiceIsNot) {
   const auto most = [](const char* codec) {
     size_t coded = 0;
-    for (const LineWay& way : line_ways(op_of({0, 100}, codec), kMesh)) {
-      const size_t steps = (way.scatter != "none") + (way.sum != "none") + (way.gather != "none");
+    for (const DimensionPath& path : dimension_paths(op_of({0, 100}, codec), kMesh)) {
+      const size_t steps =
+          (path.scatter != "none") + (path.sum != "none") + (path.gather != "none");
       coded = std::max(coded, steps);
     }
     return coded;
@@ -95,11 +96,12 @@ TEST(LineChoice, WhatCannotBeCodedTwiceIsNot) {
   EXPECT_EQ(most("dgc:0.01,warmup=100"), 1U);  // sends more at first than can be gathered
   EXPECT_EQ(most("powersgd:2"), 0U);
   EXPECT_EQ(most("none"), 0U);
-  EXPECT_TRUE(line_ways(op_of({0, 9}, "fp16"), {{{"a", 4, 1}, {"b", 1, 1}}}).empty());
-  EXPECT_TRUE(line_ways(op_of({0, 9}, "fp16"), {{{"a", 2, 1}, {"b", 2, 1}, {"c", 2, 1}}}).empty());
+  EXPECT_TRUE(dimension_paths(op_of({0, 9}, "fp16"), {{{"a", 4, 1}, {"b", 1, 1}}}).empty());
+  EXPECT_TRUE(
+      dimension_paths(op_of({0, 9}, "fp16"), {{{"a", 2, 1}, {"b", 2, 1}, {"c", 2, 1}}}).empty());
 }
 
-TEST(LineChoice, GathersHaveRoomForAllThatDiffersFromZero) {
+TEST(DimensionPathChoice, GathersHaveRoomForAllThatDiffersFromZero) {
   std::mt19937 rng(1);
   int gathers = 0;
   for (int i = 0; i < cases(200); ++i) {
@@ -110,12 +112,12 @@ TEST(LineChoice, GathersHaveRoomForAllThatDiffersFromZero) {
     if (uniform(rng, 0, 1)) op.blocks.push_back({cut, cut + uniform(rng, 1, 3000)});
     const double ratio = std::pow(10, uniform_real(rng, -4, 0));
     op.codec = (uniform(rng, 0, 1) ? "topk:" : "dct:") + std::to_string(ratio);
-    for (const LineWay& way : line_ways(op, mesh)) {
-      const auto [inside, between] = scatter_and_sum(mesh, way.sum_line);
+    for (const DimensionPath& path : dimension_paths(op, mesh)) {
+      const auto [inside, between] = scatter_and_sum(mesh, path.sum_dimension);
       const int shards = mesh.dimensions[static_cast<size_t>(inside)].size;
       const int ranks = mesh.dimensions[static_cast<size_t>(between)].size;
-      const auto gather = make_codec(way.gather), sum = make_codec(way.sum),
-                 scatter = make_codec(way.scatter);
+      const auto gather = make_codec(path.gather), sum = make_codec(path.sum),
+                 scatter = make_codec(path.scatter);
       for (Block block : op.blocks) {
         for (int rank = 0; gather && rank < shards; ++rank) {
           const int64_t count = shard(block, rank, shards).numel();
@@ -137,26 +139,26 @@ CodecCosts costs_of(const Plan& plan, const Topology& mesh, double s_per_byte) {
   };
   for (const Op& op : plan.ops()) {
     add(op.codec);
-    std::ranges::for_each(line_codecs(op.codec, mesh), add);
+    std::ranges::for_each(dimension_codecs(op.codec, mesh), add);
   }
   return out;
 }
 
-// Every op every way.
-double brute_force_s(const Plan& plan, const Topology& mesh, Simulator& simulator, Ways& ways,
+// Every op every path.
+double brute_force_s(const Plan& plan, const Topology& mesh, Simulator& simulator, Paths& paths,
                      size_t op) {
-  if (op == ways.size()) return simulator.step_s(along_lines(plan, mesh, ways));
-  ways[op].reset();
-  double best_s = brute_force_s(plan, mesh, simulator, ways, op + 1);
-  for (const LineWay& way : line_ways(plan.ops()[op], mesh)) {
-    ways[op] = way;
-    best_s = std::min(best_s, brute_force_s(plan, mesh, simulator, ways, op + 1));
+  if (op == paths.size()) return simulator.step_s(along_dimensions(plan, mesh, paths));
+  paths[op].reset();
+  double best_s = brute_force_s(plan, mesh, simulator, paths, op + 1);
+  for (const DimensionPath& path : dimension_paths(plan.ops()[op], mesh)) {
+    paths[op] = path;
+    best_s = std::min(best_s, brute_force_s(plan, mesh, simulator, paths, op + 1));
   }
-  ways[op].reset();
+  paths[op].reset();
   return best_s;
 }
 
-TEST(LineChoice, IsNearTheBestOfAllAndNeverSlowerThanThePlan) {
+TEST(DimensionPathChoice, IsNearTheBestOfAllAndNeverSlowerThanThePlan) {
   constexpr const char* kCodecs[] = {"none", "topk:0.01", "topk:0.001", "fp16", "int8"};
   std::mt19937 rng(2);
   int faster = 0, mixed = 0;
@@ -173,17 +175,17 @@ TEST(LineChoice, IsNearTheBestOfAllAndNeverSlowerThanThePlan) {
     const Plan plan = wfbp(profile, network, options);
     const Plan coded = with_codecs(plan, options.codec_of);
     const CodecCosts costs = costs_of(coded, *network.topology, uniform_real(rng, 1e-11, 1e-9));
-    const Plan chosen = with_lines(coded, profile, network, options.overlap, costs);
+    const Plan chosen = with_dimension_paths(coded, profile, network, options.overlap, costs);
     Simulator simulator(profile, network, options.overlap, false, costs);
-    Ways ways(coded.ops().size());
-    const double best_s = brute_force_s(coded, *network.topology, simulator, ways, 0);
+    Paths paths(coded.ops().size());
+    const double best_s = brute_force_s(coded, *network.topology, simulator, paths, 0);
     const double chosen_s = simulator.step_s(chosen), plan_s = simulator.step_s(coded);
     EXPECT_LE(chosen_s, plan_s);
     EXPECT_LE(chosen_s, 1.05 * best_s);  // 2 % of which are the price of a second loss
     faster += chosen_s < 0.99 * plan_s;
     std::set<std::string> kinds;
     for (const Op& op : chosen.ops()) {
-      if (op.codec != "none") kinds.insert(std::to_string(op.line));
+      if (op.codec != "none") kinds.insert(std::to_string(op.dimension));
     }
     mixed += kinds.size() > 1;
   }
@@ -191,20 +193,20 @@ TEST(LineChoice, IsNearTheBestOfAllAndNeverSlowerThanThePlan) {
   EXPECT_GT(mixed, 0);
 }
 
-TEST(LineChoice, NothingChangesWithoutTwoDimensions) {
+TEST(DimensionPathChoice, NothingChangesWithoutTwoDimensions) {
   const Plan plan("t", {{"w", 100, DType::float32, 0}}, {op_of({0, 100}, "fp16")});
   Profile profile;
   profile.tensors = plan.tensors();
   profile.need_s = {0};
   profile.ready_s = {1};
   NetworkModel network = NetworkModel::ring(4, 1e-3, 1e9);
-  EXPECT_EQ(with_lines(plan, profile, network, Overlap::backward, {}), plan);
+  EXPECT_EQ(with_dimension_paths(plan, profile, network, Overlap::backward, {}), plan);
   network.topology = Topology{{{"a", 4, 1e9}}};
-  EXPECT_EQ(with_lines(plan, profile, network, Overlap::backward, {}), plan);
+  EXPECT_EQ(with_dimension_paths(plan, profile, network, Overlap::backward, {}), plan);
   network.topology = kMesh;
   CodecCosts costs;
   costs.by_spec["int8"] = {};
-  EXPECT_THROW(with_lines(plan, profile, network, Overlap::backward, costs), UsageError);
+  EXPECT_THROW(with_dimension_paths(plan, profile, network, Overlap::backward, costs), UsageError);
 }
 
 }  // namespace

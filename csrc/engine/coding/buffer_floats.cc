@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "arena_floats.h"
+#include "buffer_floats.h"
 
 #include <algorithm>
 #include <type_traits>
@@ -35,10 +35,10 @@ void store_as(std::span<const float> from, std::byte* to) {
 
 }  // namespace
 
-std::span<float> ArenaFloats::load(Block block) {
+std::span<float> BufferFloats::load(Block block) {
   const std::span<float> out = room(block);
   if (block.numel() == 0) return out;
-  const std::byte* const from = arena_ + plan_.byte_offset(block.begin);
+  const std::byte* const from = flat_buffer_ + plan_.byte_offset(block.begin);
   const DType dtype = plan_.dtype(block);
   if (dtype == DType::float64) load_as<double>(from, out);
   if (dtype == DType::float16) load_as<Half>(from, out);
@@ -46,19 +46,19 @@ std::span<float> ArenaFloats::load(Block block) {
   return out;
 }
 
-std::span<float> ArenaFloats::room(Block block) {
+std::span<float> BufferFloats::room(Block block) {
   const auto count = static_cast<size_t>(block.numel());
   if (count == 0) return {};
   if (plan_.dtype(block) == DType::float32) {
-    return {reinterpret_cast<float*>(arena_ + plan_.byte_offset(block.begin)), count};
+    return {reinterpret_cast<float*>(flat_buffer_ + plan_.byte_offset(block.begin)), count};
   }
   converted_.resize(std::max(converted_.size(), count));
   return {converted_.data(), count};
 }
 
-void ArenaFloats::store(Block block, std::span<const float> values) {
+void BufferFloats::store(Block block, std::span<const float> values) {
   if (block.numel() == 0) return;
-  std::byte* const to = arena_ + plan_.byte_offset(block.begin);
+  std::byte* const to = flat_buffer_ + plan_.byte_offset(block.begin);
   const DType dtype = plan_.dtype(block);
   if (dtype == DType::float64) store_as<double>(values, to);
   if (dtype == DType::float16) store_as<Half>(values, to);

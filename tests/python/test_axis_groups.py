@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups along the lines of a mesh."""
+"""Process groups along the dimensions of a mesh."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def members(rank, size, sizes, as_topology):
 def test_groups_are_the_lines_of_the_mesh(sizes, as_topology):
     mesh = _core.Topology([_core.Dimension(f"d{k}", n, 1e9) for k, n in enumerate(sizes)])
     for rank, (found, sums) in enumerate(run_ranks(mesh.ranks, members, sizes, as_topology)):
-        lines = [mesh.line(rank, k) for k in range(len(sizes))]
-        assert found == [line if len(line) > 1 else None for line in lines]
-        assert sums == [sum(2.0**r for r in line) for line in lines]
+        groups = [mesh.axis_group(rank, k) for k in range(len(sizes))]
+        assert found == [members if len(members) > 1 else None for members in groups]
+        assert sums == [sum(2.0**r for r in members) for members in groups]
 
 
 def hosts(rank, size, slots):

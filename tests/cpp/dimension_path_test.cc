@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plan/lines.h"
+#include "plan/dimension_path.h"
 
 #include <gtest/gtest.h>
 
@@ -22,9 +22,9 @@ constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
 const Topology kMesh{{{"inside", 2, 1e9, 1e-5}, {"between", 3, 1e7, 1e-4}}};
 
-Op op_of(Collective kind, Block block, int line, std::string codec = "none") {
+Op op_of(Collective kind, Block block, int dimension, std::string codec = "none") {
   Op op{kind, {block}, kUnlimited, false, std::move(codec)};
-  op.line = line;
+  op.dimension = dimension;
   return op;
 }
 
@@ -33,16 +33,17 @@ Plan plan_of(std::vector<Op> ops, int64_t numel = 10) {
 }
 
 // All that can, but for those with schemes, with codecs in one dimension only.
-Plan along_lines(const Plan& plan, const Topology& mesh, int coded) {
-  std::vector<std::optional<LineWay>> ways(plan.ops().size());
-  for (size_t i = 0; i < ways.size(); ++i) {
+Plan along_dimensions(const Plan& plan, const Topology& mesh, int coded) {
+  std::vector<std::optional<DimensionPath>> paths(plan.ops().size());
+  for (size_t i = 0; i < paths.size(); ++i) {
     const Op& op = plan.ops()[i];
-    if (has_line_ways(op) && op.scheme.empty()) ways[i] = LineWay{coded, "none", op.codec, "none"};
+    if (has_dimension_paths(op) && op.scheme.empty())
+      paths[i] = DimensionPath{coded, "none", op.codec, "none"};
   }
-  return along_lines(plan, mesh, ways);
+  return along_dimensions(plan, mesh, paths);
 }
 
-TEST(Lines, PlansHoldThem) {
+TEST(DimensionPath, PlansHoldThem) {
   const Block all{0, 10};
   const Plan plan =
       plan_of({op_of(kScatter, all, 0), op_of(kWhole, all, 1, "topk:0.5"), op_of(kGather, all, 0)});
@@ -51,7 +52,19 @@ TEST(Lines, PlansHoldThem) {
   EXPECT_EQ(plan.tensors_of(plan.ops()[1]), std::vector<int>{0});
 }
 
-TEST(Lines, PlansWhoseShardsAreNotAddedUpOnceAreRefused) {
+TEST(DimensionPath, OlderPlanFilesAreRead) {
+  const Block all{0, 10};
+  const Plan plan =
+      plan_of({op_of(kScatter, all, 0), op_of(kWhole, all, 1), op_of(kGather, all, 0)});
+  std::string json = plan.to_json();
+  EXPECT_EQ(json.find("line"), std::string::npos);
+  for (size_t at; (at = json.find("\"dimension\"")) != std::string::npos;) {
+    json.replace(at, 11, "\"line\"");
+  }
+  EXPECT_EQ(Plan::from_json(json), plan);
+}
+
+TEST(DimensionPath, PlansWhoseShardsAreNotAddedUpOnceAreRefused) {
   const Block all{0, 10}, half{0, 5}, rest{5, 10};
   const Op scatter = op_of(kScatter, all, 0), sum = op_of(kWhole, all, 1),
            gather = op_of(kGather, all, 0);
@@ -72,7 +85,7 @@ TEST(Lines, PlansWhoseShardsAreNotAddedUpOnceAreRefused) {
   EXPECT_THROW(plan_of({scatter, op_of(kWhole, all, 1, "powersgd:2"), gather}), PlanError);
 }
 
-TEST(Lines, WhatIsRememberedIsWhatTheOtherStepsCanGoOnWith) {
+TEST(DimensionPath, WhatIsRememberedIsWhatTheOtherStepsCanGoOnWith) {
   const Block all{0, 10};
   const auto with = [&](const std::string& scatter, const std::string& sum,
                         const std::string& gather) {
@@ -91,7 +104,7 @@ TEST(Lines, WhatIsRememberedIsWhatTheOtherStepsCanGoOnWith) {
   EXPECT_THROW(with("none", "fp16", "powersgd:1"), PlanError);
 }
 
-TEST(Lines, EachStepWaitsForTheOneBefore) {
+TEST(DimensionPath, EachStepWaitsForTheOneBefore) {
   const Block a{0, 10}, b{10, 20};
   const Plan plan("test", {{"a", 10, DType::float32, 0, 1, 0}, {"b", 10, DType::float32, 10, 1, 0}},
                   {op_of(kScatter, a, 0), op_of(kWhole, a, 1), op_of(kScatter, b, 0),
@@ -122,18 +135,18 @@ TEST(Lines, EachStepWaitsForTheOneBefore) {
   EXPECT_TRUE(step.drained());
 }
 
-TEST(Lines, ShardsTileABlockAndAreThoseOfTheInnerDimension) {
+TEST(DimensionPath, ShardsTileABlockAndAreThoseOfTheInnerDimension) {
   std::mt19937 rng(1);
   for (int i = 0; i < cases(100); ++i) {
     const int64_t numel = uniform(rng, 1, 20);
     const Plan plan =
-        along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.5")}, numel), kMesh, 1);
+        along_dimensions(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.5")}, numel), kMesh, 1);
     ASSERT_EQ(plan.ops().size(), 3U);
     std::vector<int> covered(static_cast<size_t>(numel));
     for (int rank = 0; rank < kMesh.ranks(); ++rank) {
       EXPECT_EQ(worked_on(plan.ops()[0], &kMesh, rank), plan.ops()[0].blocks);
       const std::vector<Block> own = worked_on(plan.ops()[1], &kMesh, rank);
-      EXPECT_EQ(own, worked_on(plan.ops()[1], &kMesh, kMesh.line(rank, 1).front()));
+      EXPECT_EQ(own, worked_on(plan.ops()[1], &kMesh, kMesh.axis_group(rank, 1).front()));
       for (Block b : own) {
         for (int64_t e = b.begin; e < b.end; ++e) ++covered[static_cast<size_t>(e)];
       }
@@ -142,7 +155,7 @@ TEST(Lines, ShardsTileABlockAndAreThoseOfTheInnerDimension) {
   }
 }
 
-TEST(Lines, OnlyOpsWithCodecsGoAlongThem) {
+TEST(DimensionPath, OnlyOpsWithCodecsGoAlongThem) {
   std::vector<TensorSpec> tensors;
   for (int i = 0; i < 4; ++i) {
     tensors.push_back(
@@ -153,26 +166,27 @@ TEST(Lines, OnlyOpsWithCodecsGoAlongThem) {
   const Plan plan("test", tensors,
                   {op_of(kWhole, {0, 100}, -1, "topk:0.1"), op_of(kWhole, {100, 200}, -1),
                    op_of(kWhole, {200, 300}, -1, "fp16"), scheme});
-  const Plan along = along_lines(plan, kMesh, 1);
+  const Plan along = along_dimensions(plan, kMesh, 1);
   std::vector<std::pair<Collective, int>> found;
-  for (const Op& op : along.ops()) found.emplace_back(op.kind, op.line);
+  for (const Op& op : along.ops()) found.emplace_back(op.kind, op.dimension);
   const std::vector<std::pair<Collective, int>> expected = {
       {kScatter, 0}, {kWhole, 1}, {kWhole, -1}, {kGather, 0},
       {kScatter, 0}, {kWhole, 1}, {kWhole, -1}, {kGather, 0}};
   EXPECT_EQ(found, expected);
-  EXPECT_EQ(along_lines(along, kMesh, 1), along);
+  EXPECT_EQ(along_dimensions(along, kMesh, 1), along);
   EXPECT_EQ(with_codecs(along, std::vector<std::string>(4, "none")), along);
-  EXPECT_EQ(along_lines(plan, kMesh, 0).ops()[1].line, 0);
-  EXPECT_EQ(along_lines(plan, kMesh, std::vector<std::optional<LineWay>>(4)), plan);
-  EXPECT_THROW(along_lines(plan, kMesh, 2), UsageError);
-  EXPECT_THROW(along_lines(plan, {{{"a", 2, 1}}}, 0), UsageError);
-  EXPECT_THROW(along_lines(plan, kMesh, std::vector<std::optional<LineWay>>(3)), UsageError);
-  const std::vector<std::optional<LineWay>> uncoded = {{}, LineWay{1}, {}, {}};
-  EXPECT_THROW(along_lines(plan, kMesh, uncoded), UsageError);
-  EXPECT_THROW(along_lines(plan, {{{"a", 2, 1}, {"b", 2, 1}, {"c", 2, 1}}}, 0), UsageError);
+  EXPECT_EQ(along_dimensions(plan, kMesh, 0).ops()[1].dimension, 0);
+  EXPECT_EQ(along_dimensions(plan, kMesh, std::vector<std::optional<DimensionPath>>(4)), plan);
+  EXPECT_THROW(along_dimensions(plan, kMesh, 2), UsageError);
+  EXPECT_THROW(along_dimensions(plan, {{{"a", 2, 1}}}, 0), UsageError);
+  EXPECT_THROW(along_dimensions(plan, kMesh, std::vector<std::optional<DimensionPath>>(3)),
+               UsageError);
+  const std::vector<std::optional<DimensionPath>> uncoded = {{}, DimensionPath{1}, {}, {}};
+  EXPECT_THROW(along_dimensions(plan, kMesh, uncoded), UsageError);
+  EXPECT_THROW(along_dimensions(plan, {{{"a", 2, 1}, {"b", 2, 1}, {"c", 2, 1}}}, 0), UsageError);
 }
 
-TEST(Lines, PlansOfOtherDimensionsAreNotPredicted) {
+TEST(DimensionPath, PlansOfOtherDimensionsAreNotPredicted) {
   const Block all{0, 100};
   const Plan plan = plan_of({op_of(kScatter, all, 0, "topk:0.1"), op_of(kWhole, all, 1, "topk:0.1"),
                              op_of(kGather, all, 0, "fp16")},
@@ -202,47 +216,50 @@ TEST(Lines, PlansOfOtherDimensionsAreNotPredicted) {
                UsageError);
 }
 
-TEST(Lines, CostsAreThoseOfTheirDimension) {
+TEST(DimensionPath, CostsAreThoseOfTheirDimension) {
   const int64_t numel = 1'000'000;
   const Plan plan =
-      along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.01")}, numel), kMesh, 1);
+      along_dimensions(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.01")}, numel), kMesh, 1);
   const double bytes = 4e6;
-  const LineCost down = line_cost(plan, plan.ops()[0], kMesh);
+  const DimensionCost down = dimension_cost(plan, plan.ops()[0], kMesh);
   EXPECT_DOUBLE_EQ(down.startup_s, 1e-5);
   EXPECT_DOUBLE_EQ(down.transfer_s, bytes / 2 / 1e9);
-  const LineCost sum = line_cost(plan, plan.ops()[1], kMesh);
+  const DimensionCost sum = dimension_cost(plan, plan.ops()[1], kMesh);
   const auto message = static_cast<double>(make_codec("topk:0.01")->message_bytes(numel / 2));
   EXPECT_DOUBLE_EQ(sum.startup_s, 2e-4);  // two steps of a ring of three
   EXPECT_DOUBLE_EQ(sum.transfer_s, 2 * message / 1e7);
   const Plan halves =
-      along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "fp16")}, numel), kMesh, 1);
-  const LineCost half = line_cost(halves, halves.ops()[1], kMesh);
+      along_dimensions(plan_of({op_of(kWhole, {0, numel}, -1, "fp16")}, numel), kMesh, 1);
+  const DimensionCost half = dimension_cost(halves, halves.ops()[1], kMesh);
   EXPECT_DOUBLE_EQ(half.startup_s, 4e-4);
   EXPECT_DOUBLE_EQ(half.transfer_s, 2 * (bytes / 2 / 2) * 2 / 3 / 1e7);
 
   // Each block of a scatter is a message of its own; what is coded is one.
-  const Plan blocks = along_lines(
+  const Plan blocks = along_dimensions(
       plan_of({{kWhole, {{0, numel / 2}, {numel / 2, numel}}, kUnlimited, false, "topk:0.01"}},
               numel),
       kMesh, 1);
-  EXPECT_DOUBLE_EQ(line_cost(blocks, blocks.ops()[0], kMesh).startup_s, 2e-5);
-  EXPECT_DOUBLE_EQ(line_cost(blocks, blocks.ops()[1], kMesh).startup_s, 2e-4);
+  EXPECT_DOUBLE_EQ(dimension_cost(blocks, blocks.ops()[0], kMesh).startup_s, 2e-5);
+  EXPECT_DOUBLE_EQ(dimension_cost(blocks, blocks.ops()[1], kMesh).startup_s, 2e-4);
 
   // In the other dimension: a message for each shard to its rank, and of each to all.
-  const std::vector<std::optional<LineWay>> way = {
-      LineWay{1, "topk:0.1", "topk:0.01", "topk:0.2,feedback=off"}};
+  const std::vector<std::optional<DimensionPath>> path = {
+      DimensionPath{1, "topk:0.1", "topk:0.01", "topk:0.2,feedback=off"}};
   const Plan coded =
-      along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.01")}, numel), kMesh, way);
+      along_dimensions(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.01")}, numel), kMesh, path);
   const auto shard_of = [](const char* spec, int64_t ranks = 2) {
     return static_cast<double>(make_codec(spec)->message_bytes((numel + ranks - 1) / ranks));
   };
-  EXPECT_DOUBLE_EQ(line_cost(coded, coded.ops()[0], kMesh).startup_s, 1e-5);
-  EXPECT_DOUBLE_EQ(line_cost(coded, coded.ops()[0], kMesh).transfer_s, shard_of("topk:0.1") / 1e9);
-  EXPECT_DOUBLE_EQ(line_cost(coded, coded.ops()[2], kMesh).transfer_s, shard_of("topk:0.2") / 1e9);
-  const std::vector<std::optional<LineWay>> other = {LineWay{0, "topk:0.1", "topk:0.01"}};
+  EXPECT_DOUBLE_EQ(dimension_cost(coded, coded.ops()[0], kMesh).startup_s, 1e-5);
+  EXPECT_DOUBLE_EQ(dimension_cost(coded, coded.ops()[0], kMesh).transfer_s,
+                   shard_of("topk:0.1") / 1e9);
+  EXPECT_DOUBLE_EQ(dimension_cost(coded, coded.ops()[2], kMesh).transfer_s,
+                   shard_of("topk:0.2") / 1e9);
+  const std::vector<std::optional<DimensionPath>> other = {
+      DimensionPath{0, "topk:0.1", "topk:0.01"}};
   const Plan among_three =
-      along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.01")}, numel), kMesh, other);
-  EXPECT_DOUBLE_EQ(line_cost(among_three, among_three.ops()[0], kMesh).transfer_s,
+      along_dimensions(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.01")}, numel), kMesh, other);
+  EXPECT_DOUBLE_EQ(dimension_cost(among_three, among_three.ops()[0], kMesh).transfer_s,
                    2 * shard_of("topk:0.1", 3) / 1e7);
 
   Profile profile;

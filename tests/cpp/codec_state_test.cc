@@ -24,22 +24,22 @@ using test::kNan;
 using test::norm;
 using test::Random;
 
-// One rank's memory of a run, and what it sends.
+// One rank's codec state of a run, and what it sends.
 struct Sender {
   Sender(const std::string& spec, size_t count)
       : codec(make_codec(spec)), rows{std::vector<float>(count), std::vector<float>(count)} {
-    memory.rows = {rows[0].data(), rows[1].data()};
+    codec_state.rows = {rows[0].data(), rows[1].data()};
   }
   std::vector<float> send(const std::vector<float>& gradient, int64_t step, int ranks = 1) {
     const RngKey rng = RngKey::of(1, step, 0, 0);
     message.assign(static_cast<size_t>(codec->message_bytes(std::ssize(gradient))), std::byte{});
-    codec->send(gradient, memory, rng, ranks, message.data());
+    codec->send(gradient, codec_state, rng, ranks, message.data());
     return decoded(*codec, message, gradient.size(), rng);
   }
 
   std::shared_ptr<const Codec> codec;
   std::vector<float> rows[2];
-  Memory memory;
+  CodecState codec_state;
   std::vector<std::byte> message;
 };
 
@@ -117,7 +117,7 @@ TEST_P(Feedback, AStepWithNothingFiniteSpoilsNoOther) {
 
 TEST(FeedbackOff, ForgetsWhatItDoesNotSend) {
   Sender with("topk:0.25", 4), without("topk:0.25,feedback=off", 4);
-  EXPECT_EQ(without.codec->memories(), 0);
+  EXPECT_EQ(without.codec->state_rows(), 0);
   const std::vector<float> gradient = {3, 2, 0, 0};
   for (int step = 0; step < 3; ++step) {
     EXPECT_EQ(without.send(gradient, step), (std::vector<float>{3, 0, 0, 0}));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "mesh_job.h"
+#include "mesh_request.h"
 
 #include <algorithm>
 #include <utility>
@@ -31,11 +31,11 @@ bool in_place(const Request& request) {
 
 std::string mesh_problem(const Request& request, const Topology& topology) {
   const std::string what = std::string(name(request.kind)) +
-                           (request.schedule ? " with a schedule: " : " along a line: ");
-  if (request.line >= topology.ndim()) {
-    return what + "there is no dimension " + std::to_string(request.line);
+                           (request.schedule ? " with a schedule: " : " along a dimension: ");
+  if (request.dimension >= topology.ndim()) {
+    return what + "there is no dimension " + std::to_string(request.dimension);
   }
-  if (request.schedule && request.line >= 0) return what + "it cannot have a line, too";
+  if (request.schedule && request.dimension >= 0) return what + "it cannot have a dimension, too";
   if (!request.schedule && request.kind > Collective::all_gather &&
       request.kind != Collective::all_to_all) {
     return what + "only all_reduces, reduce_scatters, all_gathers and all_to_alls have one";
@@ -49,7 +49,7 @@ std::string mesh_problem(const Request& request, const Topology& topology) {
   }
   if (!in_place(request)) return what + "it is in place, and sends nothing else";
   if (request.kind == Collective::all_to_all) {
-    const int ranks = topology.dimensions[static_cast<size_t>(request.line)].size;
+    const int ranks = topology.dimensions[static_cast<size_t>(request.dimension)].size;
     if (request.recv.size() != 1 || request.recv.front().count % ranks != 0) {
       return what + "it has one span, of as many elements for each of " + std::to_string(ranks) +
              " ranks";
@@ -58,7 +58,7 @@ std::string mesh_problem(const Request& request, const Topology& topology) {
   if (request.reduce != ReduceOp::sum) {
     return what + "it reduces sums only; launch others without";
   }
-  if (request.scale != 1) return what + "lines do not scale; do so first";
+  if (request.scale != 1) return what + "axis groups do not scale; do so first";
   for (const BufferView& s : request.recv) {
     if (s.count < 0) return what + "the count " + std::to_string(s.count) + " is negative";
     if (s.count > 0 && !s.data) {
@@ -68,14 +68,14 @@ std::string mesh_problem(const Request& request, const Topology& topology) {
   return "";
 }
 
-MeshJob::MeshJob(const Request& request, Completion completion, const Topology& topology,
-                 const std::vector<int>& coordinates)
+MeshRequest::MeshRequest(const Request& request, Completion completion, const Topology& topology,
+                         const std::vector<int>& coordinates)
     : done(std::move(completion)), request_(request) {
   if (!request.schedule) {
     std::vector<BufferView> spans = request.recv;
     std::erase_if(spans, [](const BufferView& span) { return span.count == 0; });
     spans_ = {{std::move(spans)}};
-    left = topology.dimensions[static_cast<size_t>(request.line)].size > 1 ? 1 : 0;
+    left = topology.dimensions[static_cast<size_t>(request.dimension)].size > 1 ? 1 : 0;
     passed = {0};
     return;
   }
@@ -95,13 +95,13 @@ MeshJob::MeshJob(const Request& request, Completion completion, const Topology& 
   passed.resize(routes.size());
 }
 
-const std::vector<ChunkPhase>& MeshJob::order(size_t dimension) const {
+const std::vector<ChunkPhase>& MeshRequest::order(size_t dimension) const {
   static const std::vector<ChunkPhase> none, one = {{0, 0, 0}};
   if (request_.schedule) return request_.schedule->order[dimension];
-  return left > 0 && static_cast<int>(dimension) == request_.line ? one : none;
+  return left > 0 && static_cast<int>(dimension) == request_.dimension ? one : none;
 }
 
-Request MeshJob::phase(int chunk, int phase) const {
+Request MeshRequest::phase(int chunk, int phase) const {
   const auto& walked = spans_[static_cast<size_t>(chunk)];
   const int phases = static_cast<int>(2 * walked.size());
   Request out;

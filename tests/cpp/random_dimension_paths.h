@@ -8,20 +8,20 @@
 #include <utility>
 #include <vector>
 
-#include "plan/lines.h"
+#include "plan/dimension_path.h"
 #include "random_plan.h"
 #include "ranks.h"
 #include "usbyte/codec.h"
 #include "usbyte/plan.h"
 
-// Plans whose ops go along the lines of a mesh.
+// Plans whose ops go along dimensions of a mesh.
 namespace usbyte::test {
 
 /// Meshes of two dimensions of more than one rank.
 inline const std::vector<std::vector<int>> kLineMeshes = {{2, 2}, {3, 2}, {2, 3}, {2, 1, 2}};
 
-/// All_reduces that tile up to five tensors, each with a codec, along lines, by that codec in one
-/// dimension or both; some without.
+/// All_reduces that tile up to five tensors, each with a codec, along dimensions, by that codec in
+/// one dimension or both; some without.
 inline Plan random_lines(Random& random, const Topology& topology,
                          const std::vector<std::string>& codecs,
                          const std::vector<std::string>& gathers, DType dtype = DType::float32) {
@@ -54,19 +54,20 @@ inline Plan random_lines(Random& random, const Topology& topology,
   for (int d = 0; d < topology.ndim(); ++d) {
     if (topology.dimensions[static_cast<size_t>(d)].size > 1) dimensions.push_back(d);
   }
-  std::vector<std::optional<LineWay>> ways(joined.size());
+  std::vector<std::optional<DimensionPath>> paths(joined.size());
   for (size_t i = 0; i < joined.size(); ++i) {
-    if (!has_line_ways(joined[i])) continue;
-    LineWay way{dimensions[static_cast<size_t>(random(0, 1))], "none", joined[i].codec, "none"};
+    if (!has_dimension_paths(joined[i])) continue;
+    DimensionPath path{dimensions[static_cast<size_t>(random(0, 1))], "none", joined[i].codec,
+                      "none"};
     const auto codec = make_codec(joined[i].codec);
     const bool unsent = codec->remembers().empty() || codec->remembers() == "unsent";
-    if (codec->relays() && unsent && random.one_in(2)) way.scatter = joined[i].codec;
-    if (way.scatter != "none" && random.one_in(3)) way.sum = "none";
+    if (codec->relays() && unsent && random.one_in(2)) path.scatter = joined[i].codec;
+    if (path.scatter != "none" && random.one_in(3)) path.sum = "none";
     const auto last = static_cast<size_t>(random(0, std::ssize(gathers)));
-    if (last > 0) way.gather = gathers[last - 1];
-    ways[i] = way;
+    if (last > 0) path.gather = gathers[last - 1];
+    paths[i] = path;
   }
-  return along_lines(Plan("test", tensors, joined), topology, ways);
+  return along_dimensions(Plan("test", tensors, joined), topology, paths);
 }
 
 }  // namespace usbyte::test
