@@ -67,8 +67,8 @@ tsan: ## run the C++ tests under the thread sanitizer
 	@if setarch -R true 2>/dev/null; then setarch -R $(MAKE) ctest PRESET=tsan; \
 	else $(MAKE) ctest PRESET=tsan; fi
 
-# FUZZ_S: seconds of `make fuzz`, and of each target of `make fuzz-python`. New inputs of `make fuzz`
-# are written to build/fuzz/found; copy useful ones to tests/fuzz/corpus by hand.
+# FUZZ_S: seconds of `make fuzz` and `make fuzz-programs`, and of each target of `make fuzz-python`.
+# New inputs of `make fuzz` are written to build/fuzz/found; copy useful ones to tests/fuzz/corpus.
 FUZZ_S ?= 300
 fuzz: $(VENV_STAMP) ## fuzz the parsers of plans, profiles, networks, topologies and costs
 	tools/bootstrap.sh $(PYTHON) $(VENV) fuzz
@@ -80,6 +80,9 @@ fuzz: $(VENV_STAMP) ## fuzz the parsers of plans, profiles, networks, topologies
 fuzz-python: $(PACKAGE_STAMP) ## fuzz the Python code that reads external input
 	$(PIP) $$($(BIN)/python tools/requirements.py fuzz)
 	$(BIN)/python tests/fuzz/python/run.py --seconds $(FUZZ_S)
+
+fuzz-programs: $(PACKAGE_STAMP) ## compare random training programs with plain averages of gradients
+	$(BIN)/python tests/python/_programs.py --seconds $(FUZZ_S)
 
 # COVERED: arguments of pytest. COVERED_CXX: filter of the C++ tests; the default leaves out a test
 # that takes minutes without optimization.
@@ -207,4 +210,4 @@ $(LINT_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) $$($(BIN)/python tools/requirements.py lint)
 	@touch $@
 
-.PHONY: help train test evidence soak reliability asan tsan sanitize coverage fuzz fuzz-python ctest cpp bench gpu-test lint thread-safety format clean
+.PHONY: help train test evidence soak reliability asan tsan sanitize coverage fuzz fuzz-python fuzz-programs ctest cpp bench gpu-test lint thread-safety format clean
