@@ -103,6 +103,14 @@ void register_plan(py::module_& m) {
       .def("hash", &Plan::hash)
       .def("__eq__", &Plan::operator==);
   m.def(
+      "shard",
+      [](Range block, int rank, int size) {
+        const Block own = shard({block.first, block.second}, rank, size);
+        return Range(own.begin, own.end);
+      },
+      py::arg("block"), py::arg("rank"), py::arg("size"),
+      "Part of a block that a rank owns between a reduce_scatter and its all_gather; see plan.h.");
+  m.def(
       "with_codecs",
       [](const Plan& plan, const std::vector<std::string>& codec_of, bool sharded) {
         return with_codecs(plan, codec_of, sharded);
