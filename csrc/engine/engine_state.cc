@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "plan/dimension_path.h"
+#include "plan/plan_index.h"
 #include "scaled_copy.h"
 #include "usbyte/error.h"
 
@@ -41,10 +42,11 @@ Engine::State::State(Plan p, std::byte* a, Communicator& c, EngineOptions o)
       flat_buffer(a),
       communicator(c),
       options(std::move(o)),
-      device(options.device ? std::make_unique<DeviceStep>(plan, flat_buffer, options.device,
+      index(std::make_shared<const PlanIndex>(plan)),
+      device(options.device ? std::make_unique<DeviceStep>(plan, index, flat_buffer, options.device,
                                                            options.scale, options.hold_gathers)
                             : nullptr),
-      launches(plan, options.hold_gathers, options.steps_before) {
+      launches(plan, index, options.hold_gathers, options.steps_before) {
   check_dimensions(plan, communicator);
   for (const Op& op : plan.ops()) {
     Request request;

@@ -34,7 +34,8 @@ struct Engine::State {
   const Plan plan;
   std::byte* const flat_buffer;
   Communicator& communicator;
-  EngineOptions options;                     // until the end, which drops the callbacks
+  EngineOptions options;  // until the end, which drops the callbacks
+  const std::shared_ptr<const PlanIndex> index;
   const std::unique_ptr<DeviceStep> device;  // null on the host; has a lock of its own
 
   mutable Mutex mutex;

@@ -4,16 +4,18 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 
 #include "usbyte/error.h"
 #include "usbyte/timeline.h"
 
 namespace usbyte {
 
-LaunchQueue::LaunchQueue(const Plan& plan, bool hold_gathers, int64_t steps_before)
+LaunchQueue::LaunchQueue(const Plan& plan, std::shared_ptr<const PlanIndex> index,
+                         bool hold_gathers, int64_t steps_before)
     : plan_(plan),
       hold_gathers_(hold_gathers),
-      step_(plan, hold_gathers),
+      step_(plan, std::move(index), hold_gathers),
       oldest_(plan.ops().size()) {
   record_.step = steps_before;
 }

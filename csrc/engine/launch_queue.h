@@ -24,7 +24,8 @@ namespace usbyte {
 class LaunchQueue {
  public:
   /// `plan` outlives it. Steps are numbered from `steps_before` + 1 on.
-  LaunchQueue(const Plan& plan, bool hold_gathers, int64_t steps_before);
+  LaunchQueue(const Plan& plan, std::shared_ptr<const PlanIndex> index, bool hold_gathers,
+              int64_t steps_before);
 
   /// Throws UsageError unless the step has ended and all its ops have completed.
   void check_can_begin() const;

@@ -12,8 +12,6 @@
 
 namespace usbyte {
 
-bool of_shards(const Op& op) { return op.kind == Collective::all_reduce && op.dimension >= 0; }
-
 bool has_dimension_paths(const Op& op) {
   const auto codec = make_codec(op.codec);
   return op.kind == Collective::all_reduce && op.dimension < 0 && codec && !codec->matrices();

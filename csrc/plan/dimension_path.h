@@ -18,7 +18,9 @@ namespace usbyte {
 void check_dimensions(const Plan& plan, const Topology& mesh);
 
 /// Whether it adds up what a scatter along another dimension has left.
-bool of_shards(const Op& op);
+inline bool of_shards(const Op& op) {
+  return op.kind == Collective::all_reduce && op.dimension >= 0;
+}
 
 /// The dimension that `op`, which has one, is in; throws UsageError if there is none.
 const Dimension& dimension_of(const Op& op, const Topology& mesh);

@@ -3,13 +3,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "usbyte/plan.h"
 
 namespace usbyte {
+
+class PlanIndex;
 
 /// The credit window: decides whether the next op may start beside those in flight. Engine and
 /// simulator share it, so that a prediction means this plan under these rules. Not thread-safe; the
@@ -56,6 +58,8 @@ class Step {
   /// A step that is over. `plan` outlives it. With `hold_gathers`, no all_gather is launched before
   /// `release_gathers`: what is gathered is made from what was scattered.
   explicit Step(const Plan& plan, bool hold_gathers = false);
+  /// The same, with the plan's index.
+  Step(const Plan& plan, std::shared_ptr<const PlanIndex> index, bool hold_gathers);
 
   /// Starts over: nothing is ready, nothing in flight.
   void begin();
@@ -91,7 +95,6 @@ class Step {
   bool coded(int op) const { return ops_[static_cast<size_t>(op)].coded; }
   /// That a window counts.
   int64_t bytes(int op) const { return ops_[static_cast<size_t>(op)].bytes; }
-  std::span<const int> tensors(int op) const { return tensors_of_[op]; }
 
  private:
   struct Info {
@@ -100,23 +103,11 @@ class Step {
     bool coded;
   };
 
-  // Lists one after the other: planners make a Step for each plan that they try.
-  struct Lists {
-    std::vector<size_t> ends{0};  // the first one: where the first list begins
-    std::vector<int> items;
-
-    std::span<const int> operator[](int list) const;
-    // Of `count` lists; each pair is a list and an item, in the order of the items.
-    static Lists of(size_t count, const std::vector<std::pair<int, int>>& pairs);
-  };
-
   void input_arrived(int op);
 
   const Plan* plan_;
+  std::shared_ptr<const PlanIndex> index_;
   std::vector<Info> ops_;
-  Lists tensors_of_;            // by op
-  Lists ops_of_;                // by tensor: ops that wait for its gradient
-  Lists followers_of_;          // by op: those that wait for it
   std::vector<int> to_arrive_;  // by tensor: ops after which it has arrived
 
   Admission admission_;

@@ -2,8 +2,10 @@
 #include <pybind11/stl.h>
 
 #include <limits>
+#include <utility>
 
 #include "bindings.h"
+#include "plan/plan_index.h"
 #include "usbyte/plan.h"
 #include "usbyte/profile.h"
 #include "usbyte/tensor.h"
@@ -88,11 +90,26 @@ void register_plan(py::module_& m) {
       .def("bytes", &Plan::bytes, py::arg("op"))
       .def("message_bytes", &Plan::message_bytes, py::arg("op"))
       .def("tensors_of", &Plan::tensors_of, py::arg("op"))
+      .def(
+          "co_arriving",
+          [](const Plan& plan) {
+            CoArriving found = co_arriving(plan);
+            return std::pair(std::move(found.group_of), std::move(found.tensors));
+          },
+          "By tensor, its group; by group, the tensors that have arrived as soon as its own have.")
       .def("describe", &Plan::describe, py::arg("op"))
       .def("to_json", &Plan::to_json)
       .def_static("from_json", &Plan::from_json, py::arg("json"))
       .def("hash", &Plan::hash)
       .def("__eq__", &Plan::operator==);
+  m.def(
+      "shard",
+      [](Range block, int rank, int size) {
+        const Block own = shard({block.first, block.second}, rank, size);
+        return Range(own.begin, own.end);
+      },
+      py::arg("block"), py::arg("rank"), py::arg("size"),
+      "Part of a block that a rank owns between a reduce_scatter and its all_gather; see plan.h.");
   m.def(
       "with_codecs",
       [](const Plan& plan, const std::vector<std::string>& codec_of, bool sharded) {

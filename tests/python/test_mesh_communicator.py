@@ -17,7 +17,6 @@ import pytest
 
 from usbyte import _core
 from usbyte.errors import FaultError, UsageError
-from usbyte.torch.comm.process_group import shards
 
 
 def topology(*sizes):
@@ -81,8 +80,8 @@ class Network:
 
     @staticmethod
     def move(kind, views):
-        for owner, (begin, end) in enumerate(shards(len(views[0]), len(views))):
-            for i in range(begin, end):
+        for owner in range(len(views)):
+            for i in range(*_core.shard((0, len(views[0])), owner, len(views))):
                 value = views[owner][i] if kind == "all_gather" else sum(v[i] for v in views)
                 for view in [views[owner]] if kind == "reduce_scatter" else views:
                     view[i] = value

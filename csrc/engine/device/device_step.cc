@@ -4,17 +4,12 @@
 #include <algorithm>
 #include <iterator>
 
-#include "plan/dimension_path.h"
+#include "plan/plan_index.h"
 #include "usbyte/error.h"
 #include "usbyte/timeline.h"
 
 namespace usbyte {
 namespace {
-
-// Its inputs are gradients, not what another op has reduced.
-bool takes_gradients(const Op& op) { return op.kind != Collective::all_gather && !of_shards(op); }
-
-bool leaves_shards(const Op& op) { return op.kind == Collective::reduce_scatter || of_shards(op); }
 
 bool passed(DeviceClock& clock, const Moment& moment) { return !moment || clock.passed(moment); }
 
@@ -60,37 +55,22 @@ StepRecord DeviceRecord::resolve(DeviceClock& clock) const {
   return out;
 }
 
-DeviceStep::DeviceStep(const Plan& plan, std::byte* flat_buffer, std::shared_ptr<Cuda> cuda,
-                       double scale, bool hold_gathers)
+DeviceStep::DeviceStep(const Plan& plan, std::shared_ptr<const PlanIndex> index,
+                       std::byte* flat_buffer, std::shared_ptr<Cuda> cuda, double scale,
+                       bool hold_gathers)
     : plan_(plan),
+      index_(std::move(index)),
       flat_buffer_(flat_buffer),
       cuda_(std::move(cuda)),
       scale_(scale),
       hold_gathers_(hold_gathers),
-      inputs_of_(plan.tensors().size()),
-      brought_by_(plan.tensors().size()),
-      follows_(plan.ops().size()),
       clock_(cuda_),
       events_(cuda_),
       waited_(plan.ops().size()) {
   for (size_t i = 0; i < plan.ops().size(); ++i) {
-    const Op& op = plan.ops()[i];
     labels_.push_back(plan.describe(static_cast<int>(i)));
     all_ops_.push_back(static_cast<int>(i));
-    if (op.kind != Collective::all_gather) reductions_.push_back(static_cast<int>(i));
-    tensors_of_.push_back(plan.tensors_of(op));
-    for (int t : tensors_of_.back()) {
-      if (takes_gradients(op)) inputs_of_[static_cast<size_t>(t)].push_back(static_cast<int>(i));
-      if (!leaves_shards(op)) brought_by_[static_cast<size_t>(t)].push_back(static_cast<int>(i));
-    }
-    if (takes_gradients(op)) continue;
-    for (size_t s = 0; s < i; ++s) {
-      const Op& before = plan.ops()[s];
-      if (leaves_shards(before) &&
-          std::ranges::find_first_of(op.blocks, before.blocks) != op.blocks.end()) {
-        follows_[i].push_back(static_cast<int>(s));
-      }
-    }
+    if (plan.ops()[i].kind != Collective::all_gather) reductions_.push_back(static_cast<int>(i));
   }
   record_.done.resize(plan.ops().size());
   coded_.resize(plan.ops().size());
@@ -105,9 +85,9 @@ void DeviceStep::begin(CudaStream stream, bool timed) {
   gradients_.assign(tensors, {});
   packed_on_.assign(ops, {});
   missing_.clear();
-  for (size_t op = 0; op < ops; ++op) {
-    missing_.push_back(takes_gradients(plan_.ops()[op]) ? static_cast<int>(tensors_of_[op].size())
-                                                        : 0);
+  for (int op : all_ops_) {
+    const bool sends = takes_gradients(plan_.ops()[static_cast<size_t>(op)]);
+    missing_.push_back(sends ? static_cast<int>(index_->tensors_of(op).size()) : 0);
   }
   MutexLock lock(mutex_);
   timed_ = timed;
@@ -134,10 +114,10 @@ std::vector<int> DeviceStep::gradient(int tensor, CudaStream stream, const void*
     record_.ready[t] = std::move(ready);
   }
   std::vector<int> packed;
-  for (int op : inputs_of_[t]) {
+  for (int op : index_->sent_by(tensor)) {
     if (--missing_[static_cast<size_t>(op)] == 0) complete(op, stream, packed);
   }
-  if (inputs_of_[t].empty()) packed.push_back(tensor);  // it has no elements
+  if (index_->sent_by(tensor).empty()) packed.push_back(tensor);  // it has no elements
   return packed;
 }
 
@@ -148,7 +128,7 @@ void DeviceStep::complete(int op, CudaStream stream, std::vector<int>& packed) {
   if (stream != first_stream_) cuda_->wait(stream, begun_.get());
   std::vector<CudaStream> followed{stream};
   std::vector<CopySegment> segments;
-  for (int tensor : tensors_of_[i]) {
+  for (int tensor : index_->tensors_of(op)) {
     Gradient& gradient = gradients_[static_cast<size_t>(tensor)];
     const bool mine = gradient.packed_for < 0;
     const CudaStream other =
@@ -199,7 +179,7 @@ StreamOrder DeviceStep::order(int op) {
   MutexLock lock(mutex_);
   StreamOrder out;
   if (takes_gradients(plan_.ops()[i])) out.after.push_back(record_.queued[i].event());
-  for (int s : follows_[i]) {
+  for (int s : index_->follows(op)) {
     out.after.push_back(record_.done[static_cast<size_t>(s)].event());
   }
   if (hold_gathers_ && released_) out.after.push_back(released_.get());
@@ -242,7 +222,7 @@ Moment DeviceStep::gate(CudaStream stream) {
 
 void DeviceStep::wait(int tensor, CudaStream stream, const Moment& gate) {
   const NamedRange shown(*cuda_, plan_.tensors()[static_cast<size_t>(tensor)].name);
-  wait_ops(brought_by_[static_cast<size_t>(tensor)], stream);
+  wait_ops(index_->brought_by(tensor), stream);
   if (!gate) return;
   Moment through = clock_.mark(stream);
   MutexLock lock(mutex_);

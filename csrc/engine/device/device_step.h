@@ -18,6 +18,8 @@
 
 namespace usbyte {
 
+class PlanIndex;
+
 /// The moments of one step on a device; those that have no event yet are empty.
 struct DeviceRecord {
   int64_t step = 0;
@@ -48,10 +50,10 @@ struct LaunchedOp {
 /// `order` needs, is not held across one but to make events.
 class DeviceStep {
  public:
-  /// `plan` outlives it. Gradients are multiplied with `scale`. With `hold_gathers`, all_gathers
-  /// wait for `release`.
-  DeviceStep(const Plan& plan, std::byte* flat_buffer, std::shared_ptr<Cuda> cuda, double scale,
-             bool hold_gathers);
+  /// `plan` outlives it; `index` is of `plan`. Gradients are multiplied with `scale`. With
+  /// `hold_gathers`, all_gathers wait for `release`.
+  DeviceStep(const Plan& plan, std::shared_ptr<const PlanIndex> index, std::byte* flat_buffer,
+             std::shared_ptr<Cuda> cuda, double scale, bool hold_gathers);
 
   /// Throws UsageError if the stream is being captured.
   void check_not_captured(CudaStream stream);
@@ -109,15 +111,12 @@ class DeviceStep {
   bool coded(size_t op) const { return plan_.ops()[op].codec != "none"; }
 
   const Plan& plan_;
+  const std::shared_ptr<const PlanIndex> index_;
   std::byte* const flat_buffer_;
   const std::shared_ptr<Cuda> cuda_;
   const double scale_;
   const bool hold_gathers_;
-  std::vector<std::string> labels_;           // by op
-  std::vector<std::vector<int>> tensors_of_;  // by op
-  std::vector<std::vector<int>> inputs_of_;   // by tensor: ops that wait for its gradient
-  std::vector<std::vector<int>> brought_by_;  // by tensor: ops after which it has arrived
-  std::vector<std::vector<int>> follows_;     // by op: those that have left its shards
+  std::vector<std::string> labels_;  // by op
 
   DeviceClock clock_;
   EventPool events_;

@@ -14,6 +14,7 @@ from torch import nn
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.planning.layout import tensor_specs
+from usbyte.torch.comm.pack_buffers import PackBufferPool, PackedMessage
 from usbyte.torch.comm.sparse_exchange import TorchExchange, host_group
 from usbyte.torch.compression.codecs import Codec, Rules, codecs_of
 from usbyte.torch.compression.state import CodecState
@@ -173,6 +174,7 @@ class _Bucket:
         _check_alike(self._plan, group)
         state.lay_out(self._plan)
         self._buffer, self._state = buffer, state
+        self._packing = PackBufferPool()
         self._ops = _core.CodedOps(
             self._plan, buffer.data_ptr(), state.address, self._rank, self._size, 2 * index
         )
@@ -191,13 +193,13 @@ class _Bucket:
         """Returns a future of the averaged bucket, which is in DDP's own buffer."""
         self._buffer.div_(self._size)
         works: list[dist.Work] = []
-        plain: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        plain: list[PackedMessage] = []
         for i, op in enumerate(self._plan.ops):
             message = self._messages[i]
             if message is None:
                 views = [self._buffer[begin:end] for begin, end in op.blocks]
-                plain.append((views, torch.cat(views)))
-                works.append(self._launch("all_reduce", plain[-1][1]))
+                plain.append(self._packing.pack(views))
+                works.append(self._launch("all_reduce", plain[-1].message))
                 continue
             self._ops.encode(i, step)
             works.append(self._launch(self._ops.request(i)[0], message))
@@ -212,10 +214,8 @@ class _Bucket:
             for i, op in enumerate(self._plan.ops):
                 if self._messages[i] is not None and op.kind != "reduce_scatter":
                     self._ops.decode(i, step)
-            for views, message in plain:
-                parts = message.split([view.numel() for view in views])
-                for view, part in zip(views, parts, strict=True):
-                    view.copy_(part)
+            for packed in plain:
+                self._packing.unpack(packed)
             return self._buffer
 
         return torch.futures.collect_all(futures).then(finish)

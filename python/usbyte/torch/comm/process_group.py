@@ -172,7 +172,8 @@ class TorchCommunicator:
 
     def _step_by_step(self, ticket: int, kind: str, views: list[torch.Tensor]) -> None:
         for i, view in enumerate(views):
-            bounds = shards(view.numel(), self._size)
+            whole = (0, view.numel())
+            bounds = [_core.shard(whole, rank, self._size) for rank in range(self._size)]
             # Tickets are equal on all ranks. Tags must differ between messages in flight.
             tag = (ticket * 1024 + i) % _TAGS
             if kind == "all_to_all":
@@ -190,17 +191,3 @@ class TorchCommunicator:
             error = brief_error(e)
         self._in_flight.discard(ticket)
         self.core.complete(ticket, error)
-
-
-def shards(numel: int, size: int) -> list[tuple[int, int]]:
-    """Returns the shard [begin, end) of each rank between reduce_scatter and all_gather.
-
-    The rule is that of `usbyte::shard` in C++: each shard has ceil(numel / size) elements; the last
-    ones are shorter or empty.
-
-    Args:
-        numel: Elements of the block.
-        size: Number of ranks.
-    """
-    chunk = -(-numel // size)
-    return [(min(r * chunk, numel), min((r + 1) * chunk, numel)) for r in range(size)]

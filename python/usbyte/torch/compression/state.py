@@ -178,9 +178,7 @@ class CodecState:
                 inside = scatters[block].dimension
                 size = topology.dimensions[inside].size
                 begin, end = block
-                chunk = -(-(end - begin) // size)
-                own = min(begin + topology.coordinates(rank)[inside] * chunk, end)
-                last = min(own + chunk, end)
+                own, last = _core.shard(block, topology.coordinates(rank)[inside], size)
                 self._buffer[:, begin:own] = 0
                 self._buffer[:, own:last] *= size
                 self._buffer[:, last:end] = 0

@@ -20,7 +20,6 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.errors import Error, MismatchError, UsageError
-from usbyte.torch.comm.process_group import shards
 from usbyte.torch.layout import CONTROL_TENSOR, is_dense, laid_out_like
 from usbyte.torch.lazy_tensor import MaterializeFn
 from usbyte.torch.optimizer.compat.known_optimizers import (
@@ -400,9 +399,7 @@ def _pieces(plan: _core.Plan, names: dict[str, int], rank: int, size: int) -> li
     owned = []
     for op in plan.ops:
         if op.kind == "reduce_scatter":
-            for begin, end in op.blocks:
-                low, high = shards(end - begin, size)[rank]
-                owned.append((begin + low, begin + high))
+            owned += [_core.shard(block, rank, size) for block in op.blocks]
     pieces = []
     tensors = [t for t in plan.tensors if t.name != CONTROL_TENSOR]
     for begin, end in sorted(owned):

@@ -88,7 +88,7 @@ class PlanExecutor:
         param_of_tensor: Parameter indices in the plan's order of tensors, without the control
             tensor.
         co_arriving: By parameter, the parameters whose gradients are complete as soon as its own
-            is, because their ops are a subset of its ops.
+            is, because the ops that bring them are a subset of those that bring it.
         rows: By parameter, the rows of its sparse gradient in flight.
         writer: Writer of the timeline; None if none is recorded.
     """
@@ -352,27 +352,14 @@ class PlanExecutor:
 def co_arriving(plan: _core.Plan, tensor_of_param: Sequence[int]) -> list[list[int]]:
     """Returns, by parameter, the parameters whose gradients are complete as soon as its own is.
 
-    Their ops are a subset of the ops of that parameter.
+    The ops that bring them are a subset of those that bring that parameter's. Parameters that the
+    same ops bring share a list.
 
     Args:
         plan: Plan whose ops transfer the gradients.
         tensor_of_param: By parameter, the index of its tensor in the plan.
     """
-    bringing: list[set[int]] = [set() for _ in plan.tensors]
-    for k, op in enumerate(plan.ops):
-        for tensor in plan.tensors_of(op):
-            bringing[tensor].add(k)
-    ops_of = [frozenset(bringing[tensor]) for tensor in tensor_of_param]
-    brought: dict[frozenset[int], list[int]] = {}
-    for i, ops in enumerate(ops_of):
-        brought.setdefault(ops, []).append(i)
-    touching: dict[int, set[frozenset[int]]] = {}
-    for ops in brought:
-        for k in ops:
-            touching.setdefault(k, set()).add(ops)
-    together: dict[frozenset[int], list[int]] = {}
-    for ops in brought:
-        near = set().union(*(touching[k] for k in ops))
-        within = [part for part in near if part <= ops]
-        together[ops] = sorted(i for part in within for i in brought[part])
-    return [together[ops] for ops in ops_of]
+    group_of, tensors = plan.co_arriving()
+    param_of = {tensor: i for i, tensor in enumerate(tensor_of_param)}
+    params = [sorted(param_of[t] for t in its if t in param_of) for its in tensors]
+    return [params[group_of[tensor]] for tensor in tensor_of_param]
