@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
+from usbyte import _core
 from usbyte._util.transitions import advance
 from usbyte.errors import UsageError
+from usbyte.planning.cost_fit import Measured
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.fault.recovery import has_partial_step
 from usbyte.torch.lazy_tensor import MaterializeFn, unwrap_all
@@ -23,10 +26,28 @@ from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.lifecycle import PlanLifecycle
 from usbyte.torch.plan.measurement import JobTimes
-from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import Counts, sparse_tensor
 from usbyte.torch.runtime.device import Mark
 from usbyte.torch.torch_private import DisableTorchFunction
+
+
+class PlanDecider(Protocol):
+    """The parts of the planner that the reducer uses.
+
+    Attributes:
+        sparse: Names of the parameters whose gradients are sent as rows.
+    """
+
+    sparse: Collection[str]
+
+    def decide(
+        self,
+        times: JobTimes,
+        measured: Sequence[Measured],
+        topology: _core.Topology | None,
+        rows: Mapping[str, Counts],
+    ) -> Decision:
+        """Makes one plan for all ranks. Collective."""
 
 
 class Reducer:
@@ -61,7 +82,7 @@ class Reducer:
         self,
         settings: Settings,
         param_table: ParamTable,
-        planner: Planner,
+        planner: PlanDecider,
         executor: PlanExecutor,
         lifecycle: PlanLifecycle,
         memory: CodecState,
