@@ -77,7 +77,7 @@ inline void put(const Plan& plan, std::byte* flat_buffer, int64_t element, float
   }
 }
 
-/// An element of an flat_buffer.
+/// An element of a flat buffer.
 inline float get(const Plan& plan, const std::byte* flat_buffer, int64_t element) {
   const std::byte* const at = flat_buffer + plan.byte_offset(element);
   const auto load = [at](auto x) {

@@ -139,13 +139,13 @@ void StreamMeshCommunicator::State::enqueue(const Request& request) {
 
 void StreamMeshCommunicator::State::execute(const Request& request, const Phases& phases,
                                             const Slot& slot) {
-  const MeshRequest phases(request, nullptr, topology, coordinates);
+  const MeshRequest mesh_request(request, nullptr, topology, coordinates);
   while (chunks.size() < request.schedule->routes.size()) {
     chunks.push_back(cuda->create_event(EventKind::ordering));
   }
   std::vector<bool> launched(request.schedule->routes.size());  // by chunk: some of it
   for (const auto& [dimension, at] : phases) {
-    Request part = phases.phase(at.chunk, at.phase);
+    Request part = mesh_request.phase(at.chunk, at.phase);
     if (part.recv.empty()) continue;
     const auto chunk = static_cast<size_t>(at.chunk);
     Place& group = axis_groups[static_cast<size_t>(dimension)];

@@ -57,7 +57,7 @@ class DeviceStep {
 
   /// Throws UsageError if the stream is being captured.
   void check_not_captured(CudaStream stream);
-  /// The next step: what comes later on `stream` may write to the flat_buffer. With `timed`,
+  /// The next step: what comes later on `stream` may write to the flat buffer. With `timed`,
   /// tensors, gates and updates are in the record, too.
   void begin(CudaStream stream, bool timed);
   /// The gradient of `tensor` is what `source` holds behind what is on `stream` now; it may be in

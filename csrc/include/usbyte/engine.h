@@ -36,7 +36,7 @@ struct EngineOptions {
   /// ones.
   double scale = 1;
   /// The codecs' state, such as error feedback: [most `state_rows` of a codec, plan.numel()]
-  /// float32, all zeros at first, on the same device as the flat_buffer. Not owned; must outlive
+  /// float32, all zeros at first, on the same device as the flat buffer. Not owned; must outlive
   /// the engine.
   float* codec_state = nullptr;
   /// Of what codecs draw by chance; the same on all ranks.
@@ -65,7 +65,7 @@ struct EngineOptions {
 ///
 /// On a device, methods do not wait for the device unless they say so. Gradients stay where they
 /// are until the last one that an op needs is ready: then one kernel packs them into the
-/// flat_buffer. Events order the streams: an op runs after its gradients, and later work on a
+/// flat buffer. Events order the streams: an op runs after its gradients, and later work on a
 /// stream that was given to `wait` runs after the op. A wait on the host ends when the op is on a
 /// stream or, if the communicator is not `stream_ordered`, when the network has done its part. For
 /// a sparse tensor it always ends then, as the host makes the sum.
@@ -91,7 +91,7 @@ class Engine {
 
   /// Opens the next step. Throws UsageError unless the previous one is drained, and while `stream`
   /// is captured into a CUDA graph. On a device, what comes later on `stream` may write to the
-  /// flat_buffer.
+  /// flat buffer.
   void begin_step(CudaStream stream = {});
   /// The gradient of `tensor` is at `gradient`, on a device behind what is on `stream` now, or in
   /// the flat buffer if null, on the host scaled already. Returns the tensors of a device that have

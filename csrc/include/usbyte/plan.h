@@ -63,7 +63,7 @@ struct SparseAllReduceSpec {
 /// coordinate of that dimension only. A reduce_scatter leaves a rank its `shard` by that
 /// coordinate; an all_reduce of the same blocks, with another dimension, adds these shards up; an
 /// all_gather with the first one ends it. All three are of the same blocks, and each may have a
-/// codec, whose messages go through the dimension of its dimension alone: that of the scatter
+/// codec, whose messages go through that dimension alone: that of the scatter
 /// remembers what is unsent or nothing, in the same row as that of the sum, and that of the gather
 /// remembers nothing.
 struct Op {
@@ -109,7 +109,7 @@ class Plan {
   const std::vector<TensorSpec>& tensors() const { return layout_->tensors; }
   const std::vector<Op>& ops() const { return ops_; }
 
-  /// Elements of the flat_buffer.
+  /// Elements of the flat buffer.
   int64_t numel() const { return tensors().empty() ? 0 : tensors().back().end(); }
   /// Bytes of the flat buffer, padding between segments included.
   int64_t flat_buffer_bytes() const;

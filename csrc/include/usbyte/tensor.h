@@ -38,8 +38,8 @@ Collective collective_from_name(std::string_view name);
 /// all_reduce and reduce_scatter.
 bool reduces(Collective kind);
 
-/// One gradient in the flat buffer. `offset` and `numel` are elements of the flat buffer; see Plan
-/// for the line. For codecs that factor matrices it is one of `rows`, which divide `numel`, one
+/// One gradient in the flat buffer. `offset` and `numel` are elements of the flat buffer; see Plan.
+/// For codecs that factor matrices it is one of `rows`, which divide `numel`, one
 /// behind the other.
 ///
 /// With a `width` it is a sparse gradient instead, of `rows` rows of so many elements, most of
