@@ -74,10 +74,12 @@ Block shard(Block block, int rank, int size) {
 
 Plan::Plan() : layout_(std::make_shared<Layout>()) {}
 
-std::string policy_name(std::string name) { return name == "usbyte" ? "us-byte" : name; }
+std::string policy_name(std::string_view name) {
+  return std::string(name == "usbyte" ? "us-byte" : name);
+}
 
 Plan::Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops)
-    : policy_(policy_name(std::move(policy))),
+    : policy_(policy_name(policy)),
       layout_(std::make_shared<Layout>(lay_out(std::move(tensors)))),
       ops_(std::move(ops)) {
   validate();
@@ -85,7 +87,7 @@ Plan::Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> 
 
 Plan Plan::with_ops(std::string policy, std::vector<Op> ops) const {
   Plan plan = *this;
-  plan.policy_ = policy_name(std::move(policy));
+  plan.policy_ = policy_name(policy);
   plan.ops_ = std::move(ops);
   plan.validate();
   return plan;

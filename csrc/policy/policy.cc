@@ -71,7 +71,7 @@ const std::map<std::string, Policy, std::less<>>& policies() {
 
 Plan make_plan(std::string_view name, const Profile& profile, const NetworkModel& network,
                const PolicyOptions& options) {
-  const std::string policy = policy_name(std::string(name));
+  const std::string policy = policy_name(name);
   auto it = policies().find(policy);
   if (it == policies().end()) {
     std::string known;

@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -85,7 +86,7 @@ struct Op {
 /// Returns the name by which a policy is shown: "us-byte" for "usbyte", which it was called before,
 /// and any other name unchanged. A plan and `make_plan` accept both, so older plan files can be
 /// read.
-std::string policy_name(std::string name);
+std::string policy_name(std::string_view name);
 
 /// What one iteration communicates, in launch order; byte-identical on every rank.
 ///
