@@ -7,6 +7,7 @@
 #include <optional>
 #include <set>
 
+#include "plan/step.h"
 #include "random_job.h"
 #include "usbyte/codec.h"
 #include "usbyte/error.h"

@@ -59,7 +59,7 @@ class DeviceDimensions : public testing::TestWithParam<uint64_t> {
   void expect_the_same(int rank, const Trained& got) const {
     const Trained& want = want_[static_cast<size_t>(rank)];
     EXPECT_EQ(got.flat_buffers, want.flat_buffers);
-    EXPECT_EQ(got.memory, want.memory);
+    EXPECT_EQ(got.codec_state, want.codec_state);
   }
   EmulatedCudaOptions late() const { return {.most_delay_s = seed_ % 2 ? 2e-4 : 0, .seed = seed_}; }
 

@@ -154,7 +154,7 @@ TEST(EngineDimensions, WhatIsPickedIsGatheredWhole) {
       if (path.gather == "none") continue;
       ++exact;
       const auto along = [&] {
-        return along_dimensions(plan, topology, std::vector<std::optional<DimensionPath>>{way});
+        return along_dimensions(plan, topology, std::vector<std::optional<DimensionPath>>{path});
       };
       const std::vector<Outcome> picked = run(along(), topology);
       path.gather = "none";
