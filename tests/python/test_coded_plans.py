@@ -152,5 +152,5 @@ def test_choices_are_read():
     some = choices_of(["fp16", {"a": "topk:0.5"}], ["a", "b"], params)
     assert some.lists[1] == ["topk:0.5", "none"]
     assert some.specs == {"fp16", "topk:0.5", "none"}
-    with pytest.raises(UsageError, match="nothing to choose from"):
+    with pytest.raises(UsageError, match="the list of codecs is empty"):
         choices_of([], ["a", "b"], params)

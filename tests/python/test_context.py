@@ -84,7 +84,7 @@ def waits_in_vain(_rank, _size, rank):
     cluster = replace(detect(), rank=rank, size=2)
     where = f"127.0.0.1, port {cluster.master_port}"
     said = [
-        f"rank 1 of 2 did not come to {where} within 1 s",
+        f"rank 1 of 2 did not connect to {where} within 1 s",
         f"rank 1 of 2 could not connect to rank 0 at {where} within 1 s",
     ][rank]
     with pytest.raises(UsageError, match=said + ".*MASTER_PORT.*raise USBYTE_START_LIMIT_S"):
@@ -100,7 +100,7 @@ def meets_in_a_group_of_torch(rank, size):
     """One rank does not call init(), in a process group that the script has made."""
     dist.init_process_group("gloo")
     if rank == 0:
-        with pytest.raises(UsageError, match="rank 0 of 2: rank 1 of 2 did not come to "):
+        with pytest.raises(UsageError, match="rank 0 of 2: rank 1 of 2 did not connect to "):
             ub.init()
     dist.barrier()
 

@@ -411,7 +411,7 @@ def trains_more(rank, size):
         train(opt, model, rank, [2])
     model.frozen.requires_grad_(False)
     opt.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2)))
-    with pytest.raises(UsageError, match=r"shape \(2,\) that was put there by hand"):
+    with pytest.raises(UsageError, match=r"shape \(2,\) that was added without add_param_group"):
         train(opt, model, rank, [2])
     assert model.x.tolist() == before
     del opt.param_groups[0]["params"][-1]

@@ -115,7 +115,7 @@ def test_a_process_of_another_job_takes_no_rank_where_the_store_has_no_mark(
 
     found = together(intrude, lambda: wait_and_come(1), lambda: wait_and_come(0))
     assert isinstance(found[0].exception(), UsageError)
-    assert "of 2 did not come to" in str(found[0].exception())
+    assert "of 2 did not connect to" in str(found[0].exception())
     assert found[1].result().places == found[2].result().places
 
 
@@ -234,7 +234,9 @@ def test_who_is_missing_is_told_meanwhile_and_in_the_end(
     where = f"127.0.0.1, port {server.port}"
     with (
         caplog.at_level(logging.WARNING, logger="usbyte"),
-        pytest.raises(UsageError, match=f"{missing} did not come to {where} within 0.5 s.*LIMIT_S"),
+        pytest.raises(
+            UsageError, match=f"{missing} did not connect to {where} within 0.5 s.*LIMIT_S"
+        ),
     ):
         come(server, rank, 4, limit_s=0.5)
     assert f"rank {rank}: waiting for {missing} at {where}" in caplog.text

@@ -155,7 +155,7 @@ def equal_ddp(rank, size, names):
             assert decided == overlaps, (name, decided)
             assert all(expected in found for found in reasons.found), (name, reasons.found)
             assert bool(reasons.found) == bool(expected), (name, reasons.found)
-            threads = [text for text in reasons.warnings if "another thread than" in text]
+            threads = [text for text in reasons.warnings if "a thread other than" in text]
             assert len(threads) == ((name, overlap) == ("snapshots", "forward")), threads
 
 

@@ -132,7 +132,7 @@ def decides(rank, size, policy, drains):
         got = train("auto", "adam", rank, size, steps=24, on_step=on_step, **options)
     assert difference(got, train("ddp", "adam", rank, size, steps=24)) == 0
     changes = [o for o, before in zip(overlaps, [None, *overlaps], strict=False) if o != before]
-    return changes, sum("another thread than the one that trains" in text for text in warnings)
+    return changes, sum("a thread other than the training thread" in text for text in warnings)
 
 
 @pytest.mark.parametrize("policy", ["auto", "wfbp"])

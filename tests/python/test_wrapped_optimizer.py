@@ -230,7 +230,7 @@ def shards(rank, size):
         opt.state_dict()
         step = inner.step
         inner.step = functools.partial(step)
-        with pytest.raises(UsageError, match=r"in the place of this \w+'s: leave one"):
+        with pytest.raises(UsageError, match=r"that of this \w+ was replaced by another function"):
             opt.step()
         inner.step = step
         opt.close()
