@@ -96,7 +96,7 @@ def observed(model: nn.Module, optimizer: Any, act: Callable[[], Any]) -> dict[s
     seconds = time.monotonic() - start
     try:
         left = digest(model)
-        if optimizer is not None and not optimizer._settings.shard_optimizer:
+        if optimizer is not None and not optimizer._session.settings.shard_optimizer:
             optimizer.state_dict()
     except FaultError as error:
         left = str(error)

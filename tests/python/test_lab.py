@@ -119,12 +119,12 @@ def test_hosts_have_their_own_cores(lab):
 def test_ranks_that_share_a_core_are_batch_jobs(lab):
     core = min(os.sched_getaffinity(0))
     code = "import os; print(os.sched_getaffinity(0), os.sched_getscheduler(0), end=' ')"
-    code += f"; print('/{lab._cgroup.name}' in open('/proc/self/cgroup').read())"
+    code += f"; print('/{lab._control_group.path.name}' in open('/proc/self/cgroup').read())"
     # Of the lab, not of this process.
     alone = lambda: os.sched_setaffinity(0, {core})  # noqa: E731
     done = command("run", "--", sys.executable, "-c", code, preexec_fn=alone)
     assert done.returncode == 0, done.stderr
-    expected = f"{{{core}}} {os.SCHED_BATCH} {lab._cgroup.is_dir()}"
+    expected = f"{{{core}}} {os.SCHED_BATCH} {lab._control_group.path.is_dir()}"
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {expected}" for rank in range(2)]
 
 

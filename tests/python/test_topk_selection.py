@@ -117,7 +117,7 @@ def chooses(rank, size, factor):
     schemes = {op.scheme for op in opt.plan.ops if op.codec != "none"}
     assert opt.decision.predicted_s > 0
     opt.close()
-    said = [line for line in told if "not gathered" in line]
+    said = [line for line in told if "are summed by scheme" in line]
     assert len(said) == (rank == 0 and schemes != {""}), told
     return sorted(schemes)
 

@@ -484,9 +484,11 @@ def test_what_would_run_is_whether_a_step_is_replaced(name):
 def test_a_replaced_step_is_not_sharded_or_fused(single):
     opt = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
     opt.step = mock.Mock()
-    with pytest.raises(UsageError, match=r"in the place of this SGD's"):
+    with pytest.raises(UsageError, match=r"that of this SGD was replaced by another function"):
         ub.DistributedOptimizer(opt, shard_optimizer=True)
-    with pytest.raises(UsageError, match=r"in the place of this one's step\(\)"):
+    with pytest.raises(
+        UsageError, match=r"step\(\) of this optimizer was replaced by another function"
+    ):
         FusedUpdate(opt, ["p"], opt.param_groups[0]["params"])
 
 
