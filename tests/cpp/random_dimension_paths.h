@@ -58,7 +58,7 @@ inline Plan random_lines(Random& random, const Topology& topology,
   for (size_t i = 0; i < joined.size(); ++i) {
     if (!has_dimension_paths(joined[i])) continue;
     DimensionPath path{dimensions[static_cast<size_t>(random(0, 1))], "none", joined[i].codec,
-                      "none"};
+                       "none"};
     const auto codec = make_codec(joined[i].codec);
     const bool unsent = codec->remembers().empty() || codec->remembers() == "unsent";
     if (codec->relays() && unsent && random.one_in(2)) path.scatter = joined[i].codec;
