@@ -179,7 +179,7 @@ def goes_on_without_the_wrapper(rank, size):
     inner = torch.optim.SGD(model.parameters(), lr=LR)
     ub.DasoOptimizer(inner, model.named_parameters(), total_epochs=9)
     gc.collect()
-    sending = [each.sends for each in current().active_participants()]
+    sending = [each.sends for each in current().participants]
     model(torch.from_numpy(target(rank, 0))).backward()
     inner.step()
     ub.shutdown()

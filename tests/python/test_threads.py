@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import product
@@ -25,6 +24,7 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, UsageError
 from usbyte.torch.fault.coordinator import FaultCoordinator
+from usbyte.torch.world.participants import Participants
 from usbyte.torch.world.world import current
 
 LEARNING = {"USBYTE_LEARNING_STEPS": "2"}
@@ -304,7 +304,7 @@ class Added:
 def test_optimizers_may_be_made_while_another_rank_asks_how_far_they_are(single, monkeypatch):
     """The thread that answers would end, and this rank seem to be frozen."""
     context, stop = current(), threading.Event()
-    monkeypatch.setattr(context, "_participants", weakref.WeakSet())
+    monkeypatch.setattr(context, "participants", Participants())
 
     def answer():
         while not stop.is_set():

@@ -122,7 +122,7 @@ def broadcast_optimizer_state(
 
 def _names_of(optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
     """Returns parameter names by parameter group, in the order of `state_dict`; None if unnamed."""
-    participant = current().participant_of(optimizer)
+    participant = current().participants.of(optimizer)
     return participant.names_of_groups() if participant is not None else None
 
 

@@ -51,7 +51,7 @@ def join(device: int = -1) -> int:
     context.drain()
     joining = [
         (participant, optimizer)
-        for participant in context.active_participants()
+        for participant in context.participants.sending()
         if (optimizer := participant.optimizer) is not None
     ]
     if len(joining) > 1 or any(each.size != context.size for each, _ in joining):

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ COMMIT_TRANSITIONS: dict[CommitPhase, frozenset[CommitPhase]] = {
     CommitPhase.UNCOMMITTED: frozenset({CommitPhase.COMMITTED, CommitPhase.LOST}),
     CommitPhase.LOST: frozenset({CommitPhase.COMMITTED}),
 }
+_next_phase = partial(advance, "the codec state", COMMIT_TRANSITIONS)
 
 #: Key of the codec state in an optimizer's state_dict.
 CODEC_STATE_KEY = "usbyte_memory"
@@ -202,7 +204,7 @@ class CodecState:
     def begin_step(self) -> None:
         """Discards the snapshots of the last step. Codecs may send a part of the state now."""
         self._before.clear()
-        self._advance(CommitPhase.UNCOMMITTED)
+        self.phase = _next_phase(self.phase, CommitPhase.UNCOMMITTED)
 
     def commit(self) -> None:
         """Records that an update has used the sums of the last step."""
@@ -212,10 +214,7 @@ class CodecState:
     def mark_partial_step(self) -> None:
         """After a fault: excludes the state from checkpoints if it was uncommitted."""
         if self.phase is CommitPhase.UNCOMMITTED and self._coded:
-            self._advance(CommitPhase.LOST)
-
-    def _advance(self, phase: CommitPhase) -> None:
-        self.phase = advance("the codec state", COMMIT_TRANSITIONS, self.phase, phase)
+            self.phase = _next_phase(self.phase, CommitPhase.LOST)
 
     @property
     def address(self) -> int:
@@ -292,7 +291,7 @@ class CodecState:
                 rank,
             )
             state = {}
-        self._advance(CommitPhase.COMMITTED)
+        self.phase = _next_phase(self.phase, CommitPhase.COMMITTED)
         factors = {n: self._scale / part.get("scale", self._scale) for n, part in state.items()}
         loaded = {name: part["rows"].float() * factors[name] for name, part in state.items()}
         if not self.parts:  # no plan has laid the state out yet, or no codec has any

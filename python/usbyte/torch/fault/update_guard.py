@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ UPDATE_TRANSITIONS: dict[UpdatePhase, frozenset[UpdatePhase]] = {
 }
 
 
+_next_phase = partial(advance, "an optimizer's updates", UPDATE_TRANSITIONS)
+
+
 class FaultPhase(Enum):
     """Whether updates may begin, before and after a fault."""
 
@@ -49,6 +53,7 @@ FAULT_TRANSITIONS: dict[FaultPhase, frozenset[FaultPhase]] = {
     FaultPhase.BLOCKED: frozenset({FaultPhase.COMPLETING}),
     FaultPhase.COMPLETING: frozenset(),
 }
+_next_fault_phase = partial(advance, "recovery", FAULT_TRANSITIONS)
 
 
 class UpdateGuard:
@@ -92,12 +97,6 @@ class UpdateGuard:
                 if outer is None and self.recovery is not None:
                     self.recovery.block_reads()
 
-    def _advance(self, phase: UpdatePhase) -> None:
-        self.phase = advance("an optimizer's updates", UPDATE_TRANSITIONS, self.phase, phase)
-
-    def _advance_fault(self, phase: FaultPhase) -> None:
-        self._fault_phase = advance("recovery", FAULT_TRANSITIONS, self._fault_phase, phase)
-
     @contextmanager
     def applying(self) -> Iterator[None]:
         """Context for deferred updates, which any thread may apply; else like `updating`."""
@@ -121,7 +120,7 @@ class UpdateGuard:
     @contextmanager
     def updating_after_fault(self) -> Iterator[None]:
         """Context for pending updates that the recovery decision allows; later ones are, too."""
-        self._advance_fault(FaultPhase.COMPLETING)
+        self._fault_phase = _next_fault_phase(self._fault_phase, FaultPhase.COMPLETING)
         with self.updating():
             yield
 
@@ -148,7 +147,9 @@ class UpdateGuard:
             return loss
 
         deferred = self.phase in (UpdatePhase.PENDING, UpdatePhase.APPLYING)
-        self._advance(UpdatePhase.APPLYING if deferred else UpdatePhase.STEPPING)
+        self.phase = _next_phase(
+            self.phase, UpdatePhase.APPLYING if deferred else UpdatePhase.STEPPING
+        )
         try:
             if closure is None:
                 return call()
@@ -159,9 +160,9 @@ class UpdateGuard:
             raise
         finally:
             if self.phase is UpdatePhase.STEPPING:
-                self._advance(UpdatePhase.IDLE)
+                self.phase = _next_phase(self.phase, UpdatePhase.IDLE)
             elif self.phase is UpdatePhase.APPLYING:  # else the updates were dropped meanwhile
-                self._advance(UpdatePhase.PENDING)
+                self.phase = _next_phase(self.phase, UpdatePhase.PENDING)
 
     def mark_partial_step(self, error: BaseException) -> None:
         """Records that a step raised `error` after it may have changed some parameters."""
@@ -189,7 +190,7 @@ class UpdateGuard:
 
     def defer_all(self) -> None:
         """Records that the updates of a step are deferred."""
-        self._advance(UpdatePhase.PENDING)
+        self.phase = _next_phase(self.phase, UpdatePhase.PENDING)
 
     def count_applied(self, pending: int) -> None:
         """Records that deferred updates were applied, and counts the step if it was the last.
@@ -198,13 +199,13 @@ class UpdateGuard:
             pending: Number of deferred updates that are left.
         """
         if self.phase is UpdatePhase.PENDING and not pending:
-            self._advance(UpdatePhase.IDLE)
+            self.phase = _next_phase(self.phase, UpdatePhase.IDLE)
             self._completed += 1
 
     def forget(self) -> None:
         """Records that the pending deferred updates will never be applied."""
         if self.phase is not UpdatePhase.STEPPING:
-            self._advance(UpdatePhase.IDLE)
+            self.phase = _next_phase(self.phase, UpdatePhase.IDLE)
 
     def block_reads(
         self, verdict: str, params: Sequence[torch.Tensor], on_clean: Callable[[bool], None]
@@ -219,7 +220,7 @@ class UpdateGuard:
         """
         self._failure = verdict
         self.recovery = ParamRecovery(params, self._is_updating, on_clean)
-        self._advance_fault(FaultPhase.BLOCKED)
+        self._fault_phase = _next_fault_phase(self._fault_phase, FaultPhase.BLOCKED)
         # Again: an update that did not see `recovery` yet may have made parameters readable.
         self.recovery.block_reads()
 

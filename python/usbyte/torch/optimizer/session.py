@@ -121,7 +121,8 @@ class OptimizerSession:
             return
         if self.closed:
             raise UsageError("this DistributedOptimizer is closed; wrap the optimizer again")
-        if (controller := self.live) is not None:
+        controller = self.controller
+        if controller is not None and not controller.ended:
             controller.check()
 
     def drain(self) -> None:

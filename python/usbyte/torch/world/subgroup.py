@@ -146,7 +146,7 @@ class Subgroup:
 
     def find_orphans(self) -> list[str]:
         """Returns the labels of the engines that are orphaned on this rank, for `close_orphans`."""
-        return self._orphans.find(self, collect=bool(self._world.active_participants()))
+        return self._orphans.find(self, collect=bool(self._world.participants.sending()))
 
     def close_orphans(self, labels: Sequence[Sequence[str]]) -> None:
         """Closes the engines that are orphaned on all of these ranks. Collective among them.

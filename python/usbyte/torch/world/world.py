@@ -9,9 +9,7 @@ import json
 import logging
 import os
 import sys
-import threading
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from usbyte import _core
@@ -40,6 +37,7 @@ from usbyte.torch.runtime.placement import local_ranks
 from usbyte.torch.runtime.process_groups import connect_all
 from usbyte.torch.runtime.uncaught_exceptions import UncaughtExceptions
 from usbyte.torch.world.orphaned_engines import OrphanedEngines
+from usbyte.torch.world.participants import Participants
 from usbyte.torch.world.process_sets import ProcessSet, ProcessSets
 from usbyte.torch.world.rank_group import OrphanedEngine, Participant, RankGroup
 
@@ -67,6 +65,7 @@ class World:
         machines: Identity of each rank's host; equal for ranks on the same host.
         env: The USBYTE_* settings.
         eager: Eager collectives among all ranks.
+        participants: What the optimizers of this run have registered.
         process_sets: Process sets, with eager collectives among some of the ranks.
         subgroups: Subgroups that this rank belongs to, by their ranks.
         orphans: Engines whose optimizers were garbage-collected before all ranks closed them.
@@ -86,9 +85,7 @@ class World:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = list(range(self.size))
         self.local_rank, self.local_size = self._local[self.rank]
-        self._participants: weakref.WeakSet[Participant] = weakref.WeakSet()
-        # Guards _participants: a set must not grow while another thread iterates over it.
-        self._adding = threading.RLock()
+        self.participants = Participants()
         self.orphans = OrphanedEngines()
         self._labels = 0
         self._on_close: list[Callable[[], None]] = []
@@ -173,8 +170,7 @@ class World:
 
     def add(self, participant: Participant) -> None:
         """Registers an optimizer for timelines, faults and shutdown. Keeps a weak reference."""
-        with self._adding:
-            self._participants.add(participant)
+        self.participants.add(participant)
         participant.set_timeline(self._writer)
 
     def on_close(self, undo: Callable[[], None]) -> None:
@@ -191,7 +187,7 @@ class World:
 
     def find_orphans(self) -> list[str]:
         """Returns the labels of the engines that are orphaned on this rank, for `close_orphans`."""
-        return self.orphans.find(self, collect=bool(self.active_participants()))
+        return self.orphans.find(self, collect=bool(self.participants.sending()))
 
     def close_orphans(self, labels: Sequence[Sequence[str]]) -> None:
         """Closes the engines that are orphaned on all ranks. Collective.
@@ -200,17 +196,6 @@ class World:
             labels: The results of `find_orphans` of all ranks.
         """
         self.orphans.close_common(self, labels)
-
-    def active_participants(self) -> list[Participant]:
-        """Returns the participants that send gradients or parameters to other ranks."""
-        return [each for each in self._live_participants() if each.sends]
-
-    def participant_of(self, optimizer: torch.optim.Optimizer) -> Participant | None:
-        """Returns the participant that `optimizer` has registered; None if it is none of usbyte."""
-        for participant in self._live_participants():
-            if participant.optimizer is optimizer:
-                return participant
-        return None
 
     def warn(self, text: str) -> None:
         """Logs a warning of the engine, with this rank."""
@@ -235,7 +220,7 @@ class World:
 
     def drain(self) -> None:
         """Applies the pending updates of all optimizers."""
-        for participant in self._live_participants():
+        for participant in self.participants:
             participant.drain()
 
     def start_timeline(self, path: str, steps: str = "0:") -> None:
@@ -250,13 +235,13 @@ class World:
             self.stop_timeline()
             return
         self._writer = _core.TimelineWriter(path.replace("%r", str(self.rank)), self.rank, steps)
-        for participant in self._live_participants():
+        for participant in self.participants:
             participant.set_timeline(self._writer)
 
     def stop_timeline(self) -> None:
         """Writes the completed part of the timeline and stops recording."""
         self._writer = None
-        for participant in self._live_participants():
+        for participant in self.participants:
             participant.set_timeline(None)
         for engine in self.orphans:
             engine.stop_timeline()
@@ -281,7 +266,7 @@ class World:
         """Yields the steps of `close`, in order."""
         if self._faults is not None:
             yield self._faults.announce_exit
-        for participant in self._in_order():  # communicators close on all ranks at once
+        for participant in self.participants.in_order():  # communicators close on all ranks at once
             yield partial(participant.close, whole_state=False)
         for engine in sorted(self.orphans, key=lambda engine: engine.label):
             if self._faults is not None and (verdict := self._faults.verdict) is not None:
@@ -297,24 +282,10 @@ class World:
 
     def orphan(self) -> list[Any]:
         """In a forked child: returns all objects whose threads do not exist there."""
-        # Without the lock: a thread that does not exist here may have held it at the fork.
-        participants = [each for p in list(self._participants) for each in p.orphan()]
-        return [self, *participants, *self.orphans, *self.subgroups.values()]
-
-    def _live_participants(self) -> list[Participant]:
-        with self._adding:
-            return list(self._participants)
-
-    def _in_order(self) -> list[Participant]:
-        """Returns the participants in an order that is the same on all ranks."""
-        return sorted(self._live_participants(), key=lambda participant: participant.label)
+        return [self, *self.participants.orphan(), *self.orphans, *self.subgroups.values()]
 
     def _describe(self) -> State:
-        found: dict[str, dict[str, Any]] = {}
-        for participant in self._in_order():
-            found[participant.label] = {}
-            with suppress(UsageError):  # the optimizer may be closing
-                found |= participant.states()
+        found = self.participants.states()
         for engine in self.orphans:
             with suppress(UsageError):
                 found[engine.label] = engine.status()
@@ -325,11 +296,11 @@ class World:
 
         No code can therefore notice the fault and still read parameters unchecked.
         """
-        for participant in self._live_participants():
+        for participant in self.participants:
             participant.block_reads(verdict)
 
     def _on_fault(self, verdict: str) -> None:
-        participants = self._live_participants()
+        participants = list(self.participants)
         everyone = None
         try:
             state = self._describe()
