@@ -310,7 +310,7 @@ def tunes(rank, size, cases):
     searches._MIB = 1 << 10  # the model is small
     drift._THRESHOLD = math.inf  # a busy machine's own drift would add phases
     seen, lines = [], []
-    log = logging.getLogger("us-byte")
+    log = logging.getLogger("usbyte")
     log.setLevel(logging.INFO)
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
