@@ -49,7 +49,7 @@ def test_one_failure_ends_all_ranks():
     began = time.monotonic()
     with pytest.raises(AssertionError) as failure:
         run_ranks(3, _rank_one_raises)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120  # long before the timeout, thrice 60 s
     text = str(failure.value)
     assert "rank 1 failed" in text
     assert "ValueError: no such luck" in text
