@@ -23,6 +23,7 @@ from run_support import has_ipv6
 from usbyte._core import Env
 from usbyte.cluster_env import detect
 from usbyte.errors import EnvError, UsageError
+from usbyte.torch import torch_private
 from usbyte.torch.runtime import default_group
 from usbyte.torch.world import world
 
@@ -107,6 +108,26 @@ def meets_in_a_group_of_torch(rank, size):
 
 def test_a_rank_that_does_not_call_init_is_named():
     run_ranks(2, meets_in_a_group_of_torch, env={"USBYTE_START_LIMIT_S": "1"})
+
+
+def ends_a_group_at_once(rank, size):
+    ub.init()
+    store, new_group = torch_private.default_store(), dist.new_group
+
+    def connects_late(*args, **kwargs):
+        group = new_group(*args, **kwargs)
+        if rank == 1:
+            time.sleep(0.3)
+            store.set("tests/connected", "")
+        return group
+
+    dist.new_group = connects_late
+    dist.destroy_process_group(world.current().new_group())
+    return store.check(["tests/connected"])
+
+
+def test_a_group_is_made_when_all_its_ranks_have_connected():
+    assert run_ranks(2, ends_a_group_at_once) == [True, True]
 
 
 def has_no_network(rank, size):

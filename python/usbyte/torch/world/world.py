@@ -150,7 +150,11 @@ class World:
 
     def _make_group(self, ranks: list[int] | None, backend: str) -> object:
         try:
-            return dist.new_group(ranks, backend=backend, timeout=self.timeout)
+            group = dist.new_group(ranks, backend=backend, timeout=self.timeout)
+            if isinstance(group, dist.ProcessGroup):
+                # A rank that ended the group now would break connections that others still make.
+                dist.barrier(group)
+            return group
         except RuntimeError as error:  # names no rank, and another may be the cause
             noticed = f"a process group could not be made: {brief_error(error)}"
             raise FaultError(self.report_fault(noticed)) from error
