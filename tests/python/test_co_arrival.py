@@ -14,6 +14,7 @@ from torch import nn
 import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import Error
+from usbyte.torch import testing
 
 LEARNING = {"USBYTE_LEARNING_STEPS": "2"}
 PENDING = importlib.import_module("usbyte.torch.optimizer.overlap.deferred_queue")
@@ -155,7 +156,7 @@ def interrupts(rank, size):
 
         opt = trained(model, rank, 8, between=arm)
         opt.drain()
-        assert opt._session.controller._deferred.count == 0
+        assert testing.deferred_updates(opt) == []
         results.append(flat(model))
         PENDING.unwrap_all = release
         opt.close()

@@ -16,6 +16,7 @@ from _models import OPTIMIZERS, Awkward, difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, PlanError, UsageError
+from usbyte.torch import testing
 from usbyte.torch.compression.codecs import Codec, choices_of, codecs_of
 from usbyte.torch.compression.state import CodecState
 
@@ -258,16 +259,16 @@ def feedback(rank, size, spec):
         if not seen or opt.plan.hash() != seen[-1]:
             seen.append(opt.plan.hash())
         if step in (5, 10) and rank == 0:
-            opt._session.controller.reducer.ask_for_plan()
+            testing.request_plan(opt)
         if step == 14:  # what is remembered is saved, and outlives the engine
             saved = opt.state_dict()
-            for part in opt._session.codec_state.parts.values():
+            for part in testing.codec_state(opt).values():
                 part.zero_()
             opt.load_state_dict(saved)
             ub.broadcast_optimizer_state(opt, 0)  # leaves each rank its own
             opt.add_param_group({"params": [extra]})
     assert len(seen) >= 5, seen  # learning, then mine, and so on
-    kept = opt._session.codec_state.parts
+    kept = testing.codec_state(opt)
     for name, param, total in zip(("weight", "other"), (weight, other), produced, strict=True):
         left = ub.allreduce(kept[name][0], op=ub.Sum).view_as(param)
         # What was applied and what is remembered are all that there was.
@@ -410,7 +411,7 @@ def changes_layout(rank, size):
         conv.to(memory_format=layout)
         steps(0)
         steps(3)  # with the plan of before
-        opt._session.controller.reducer.ask_for_plan()
+        testing.request_plan(opt)
         steps(6)
     opt.close()
 

@@ -17,6 +17,7 @@ from _models import OPTIMIZERS, difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, FaultError, UsageError
+from usbyte.torch import testing
 from usbyte.torch.profiler.recorder import Recorder
 from usbyte.torch.runtime.device import Device, device_of, passed
 
@@ -210,13 +211,11 @@ def votes(rank, size):
 
     for _ in range(7):
         step()
-    reducer = optimizer._session.controller.reducer
-    assert not reducer.learning
+    assert optimizer.plan.policy != "learning"
     if rank == 1:
-        reducer._lifecycle._step_time_monitor.wanted = True
-        reducer._lifecycle._step_time_monitor.step = lambda now: None
+        testing.simulate_step_time_change(optimizer)
     steps = 0
-    while not reducer.learning:
+    while optimizer.plan.policy != "learning":
         step()
         steps += 1
         assert steps < 20

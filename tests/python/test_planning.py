@@ -16,6 +16,7 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.planning.cost_fit import Measured, fit
+from usbyte.torch import testing
 from usbyte.torch.comm.pack_buffers import PackBufferPool
 from usbyte.torch.plan.drift import StepTimeMonitor
 from usbyte.torch.plan.measurement import NEVER, Iteration, StepProfiler
@@ -100,7 +101,7 @@ def replans(rank, size):
         def on_step(step, _model, opt, plans=plans):
             plans.append(opt.plan.policy)
             if step == 6 and rank == 1:  # one rank alone notices
-                opt._session.controller.reducer._lifecycle._step_time_monitor.wanted = True
+                testing.simulate_step_time_change(opt)
 
         expected = train("ddp", "adam", rank, size, steps=16)
         got = train(mode, "adam", rank, size, steps=16, on_step=on_step, tune_steps=0)

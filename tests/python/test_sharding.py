@@ -17,6 +17,7 @@ from _models import OPTIMIZERS, difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, MismatchError, UsageError
+from usbyte.torch import testing
 from usbyte.torch.plan.plan_chooser import flags_apart
 
 ELEMENTWISE = {
@@ -34,7 +35,7 @@ def equals_ddp(rank, size, names, tolerance, double):
     OPTIMIZERS.update(ELEMENTWISE)
     for name in names:
         expected = train("ddp", name, rank, size, steps=14, double=double)
-        for policy in ("auto", "dear", "dear_exact"):
+        for policy in _core.sharding_policies():
             got = train(
                 "forward", name, rank, size, steps=14, double=double, policy=policy,
                 shard_optimizer=True,
@@ -61,7 +62,7 @@ def variants(rank, size):
 
     def replan(step, _model, opt):
         if step == 5 and rank == 1:  # the first step that learns anew leaves a layer out
-            opt._session.controller.reducer._lifecycle._step_time_monitor.wanted = True
+            testing.simulate_step_time_change(opt)
 
     for options in [{}, {"set_to_none": False}]:
         expected = train("ddp", "adam", rank, size, steps=16, **options)
@@ -305,9 +306,7 @@ def drops(rank, size):
         for step in range(14):
             model(torch.randn(4, 30, generator=data)).square().sum().backward()
             if step == 9 and rank == 1 and shard:
-                opt._session.controller.reducer._lifecycle._step_time_monitor.wanted = (
-                    True  # a plan ends with what is dropped
-                )
+                testing.simulate_step_time_change(opt)  # a plan ends with what is dropped
             if step % 3 == 2:
                 drop(model, opt)
             else:

@@ -19,6 +19,7 @@ from _models import warnings_from_now_on
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
+from usbyte.torch import testing
 from usbyte.torch.plan.sparse import (
     Counts,
     DensityMonitor,
@@ -233,9 +234,7 @@ def has_other_rows(rank, size):
         optimizer.step()
         learning.append(optimizer.plan.policy == "learning")
         if step == 8 and rank == 1:
-            optimizer._session.controller.reducer._lifecycle._density_monitor._outdated = (
-                lambda counts: True
-            )
+            testing.simulate_density_change(optimizer)
     optimizer.synchronize()
     got, expected = model.state_dict(), train_alone("sgd", size, steps=steps)
     optimizer.close()

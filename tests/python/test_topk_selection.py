@@ -13,6 +13,7 @@ import usbyte.torch as ub
 from _emulated import emulate
 from _ranks import run_ranks
 from usbyte import _core
+from usbyte.torch import testing
 from usbyte.torch.plan import planner
 from usbyte.torch.world.world import current
 
@@ -56,9 +57,7 @@ def trained(rank, spec, scheme, overlap, steps=10):
         for n, g in grads.items():
             produced[n] += g
     opt.synchronize()
-    left = {
-        n: part[0].view_as(before[n]).clone() for n, part in opt._session.codec_state.parts.items()
-    }
+    left = {n: part[0].view_as(before[n]).clone() for n, part in testing.codec_state(opt).items()}
     schemes = {op.scheme for op in opt.plan.ops} - {""}
     assert schemes == ({scheme} if scheme else set())
     applied = {n: before[n] - p.detach() for n, p in model.named_parameters()}

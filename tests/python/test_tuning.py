@@ -24,6 +24,7 @@ from usbyte.cli._options import all_schemes, parse_scheme
 from usbyte.errors import UsageError
 from usbyte.planning import profiles, tuning
 from usbyte.planning.tuning import searches
+from usbyte.torch import testing
 from usbyte.torch.plan import drift, lifecycle
 from usbyte.torch.plan.stopwatch import StepTimer
 
@@ -319,15 +320,14 @@ def tunes(rank, size, cases):
         plans, left = [], []
         lines.clear()
 
-        def on_step(step, _model, opt, plans=plans, left=left):
+        def on_step(step, _model, opt, plans=plans, left=left, adapts=policy == "auto"):
             plans.append(opt.plan.hash())
             left.append(opt.decision.trial_steps if opt.decision else -1)
             assert opt.settled == (left[-1] == 0)
-            if drift := opt._session.controller.reducer._lifecycle._step_time_monitor:
-                if left[-1]:
-                    drift.wanted = True  # must not matter while plans are on trial
-                else:
-                    assert drift.baseline_s is None  # one interval is not enough
+            if adapts and left[-1]:
+                testing.simulate_step_time_change(opt)  # must not matter while plans are on trial
+            elif adapts:
+                assert testing.expected_step_s(opt) is None  # one interval is not enough
 
         steps = 2 + 2 * (trials + 2) + 3
         expected = train("ddp", "adam", rank, size, steps=steps, **variant)
@@ -379,7 +379,7 @@ def tries_again(rank, size):
     def on_step(step, _model, opt):
         left.append(opt.decision.trial_steps if opt.plan.policy == "auto" else -1)
         if rank == 1 and left.count(-1) == 1 and left[-1] == 0:  # one rank alone notices
-            opt._session.controller.reducer._lifecycle._step_time_monitor.wanted = True
+            testing.simulate_step_time_change(opt)
 
     expected = train("ddp", "adam", rank, size, steps=35)
     got = train("forward", "adam", rank, size, 35, on_step=on_step, tune_steps=2)
@@ -403,7 +403,7 @@ def knows_its_first_trial(rank, size):
         seen.append(
             (
                 opt.decision and opt.decision.trial_steps,
-                opt._session.controller.reducer._lifecycle._step_time_monitor.baseline_s,
+                testing.expected_step_s(opt),
             )
         )
 
