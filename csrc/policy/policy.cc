@@ -1,17 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "usbyte/policy.h"
 
-#include <algorithm>
-#include <array>
-
+#include "policy/support/priority_trace.h"
 #include "usbyte/codec.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
 namespace {
-
-// They plan with codecs; the plans of others get them afterwards.
-constexpr std::array<std::string_view, 3> kKnowCodecs = {"auto", "bytecomp", "mergecomp"};
 
 // In the spelling that plans have; empty if nothing is compressed.
 std::vector<std::string> checked_codecs(const Profile& profile, const PolicyOptions& options) {
@@ -51,22 +46,32 @@ void check_whole(const PolicyOptions& options) {
 
 }  // namespace
 
-const std::map<std::string, Policy, std::less<>>& policies() {
-  static const std::map<std::string, Policy, std::less<>> all = {{"auto", automatic},
-                                                                 {"bytecomp", bytecomp},
-                                                                 {"bytescheduler", bytescheduler},
-                                                                 {"dcredit", dcredit},
-                                                                 {"ddp", ddp},
-                                                                 {"dear", dear},
-                                                                 {"dear_exact", best_dear},
-                                                                 {"mergecomp", mergecomp},
-                                                                 {"mgwfbp", mgwfbp},
-                                                                 {"p3", p3},
-                                                                 {"pipedap", pipedap},
-                                                                 {"themis", themis},
-                                                                 {"us-byte", us_byte},
-                                                                 {"wfbp", wfbp}};
+const std::map<std::string, PolicyEntry, std::less<>>& policies() {
+  static const std::map<std::string, PolicyEntry, std::less<>> all = {
+      {"auto", {.plan = automatic, .shards = true, .knows_codecs = true}},
+      {"bytecomp", {.plan = bytecomp, .knows_codecs = true}},
+      {"bytescheduler", {.plan = bytescheduler, .count_parts = bytescheduler_parts}},
+      {"dcredit", {.plan = dcredit}},
+      {"ddp", {.plan = ddp}},
+      {"dear", {.plan = dear, .shards = true}},
+      {"dear_exact", {.plan = best_dear, .shards = true}},
+      {"mergecomp", {.plan = mergecomp, .knows_codecs = true}},
+      {"mgwfbp", {.plan = mgwfbp}},
+      {"p3", {.plan = p3, .count_parts = p3_parts}},
+      {"pipedap", {.plan = pipedap}},
+      {"themis", {.plan = themis}},
+      {"us-byte", {.plan = us_byte}},
+      {"wfbp", {.plan = wfbp}},
+  };
   return all;
+}
+
+std::vector<std::string> sharding_policies() {
+  std::vector<std::string> names;
+  for (const auto& [name, entry] : policies()) {
+    if (entry.shards) names.push_back(name);
+  }
+  return names;
 }
 
 Plan make_plan(std::string_view name, const Profile& profile, const NetworkModel& network,
@@ -93,13 +98,12 @@ Plan make_plan(std::string_view name, const Profile& profile, const NetworkModel
   if (policy == "bytecomp") check_whole(options);
   PolicyOptions given = options;
   const std::vector<std::string> codecs = checked_codecs(profile, options);
-  const bool knows = std::find(kKnowCodecs.begin(), kKnowCodecs.end(), policy) != kKnowCodecs.end();
-  given.codec_of = knows ? codecs : std::vector<std::string>{};
+  given.codec_of = it->second.knows_codecs ? codecs : std::vector<std::string>{};
   for (std::string& spec : given.codec_of) {  // matrices are taken out of groups as a whole
     if (policy != "mergecomp") break;
     if (const auto codec = make_codec(spec); codec && codec->matrices()) spec = "none";
   }
-  Plan plan = it->second(profile, network, given);
+  Plan plan = it->second.plan(profile, network, given);
   if (!codecs.empty()) {
     std::vector<std::string> rest = codecs;
     for (size_t i = 0; i < given.codec_of.size(); ++i) {
@@ -112,9 +116,14 @@ Plan make_plan(std::string_view name, const Profile& profile, const NetworkModel
     for (const Op& op : plan.ops()) {
       const bool gather = op.kind == Collective::all_gather;
       if (op.kind == Collective::all_reduce || (gathers && !gather)) {
+        std::string sharding;
+        for (const std::string& known : sharding_policies()) {
+          sharding += (sharding.empty() ? "" : ", ") + known;
+        }
         throw UsageError("policy '" + policy +
                          "' does not scatter everything before it gathers; a sharded optimizer "
-                         "needs auto, dear or dear_exact");
+                         "needs one of " +
+                         sharding);
       }
       gathers |= gather;
     }

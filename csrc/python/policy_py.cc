@@ -58,6 +58,8 @@ void register_policy(py::module_& m) {
     for (const auto& [key, unused] : policies()) names.push_back(key);
     return names;
   });
+  m.def("sharding_policies", &sharding_policies,
+        "Names of the policies that plan for sharded optimizers, in alphabetical order.");
 }
 
 namespace {

@@ -176,7 +176,7 @@ class Program:
             return Reference(self.inner)
         draw = self.plans
         if self.sharded:
-            policy, chosen = draw.choice(["auto", "dear", "dear_exact"]), {"shard_optimizer": True}
+            policy, chosen = draw.choice(_core.sharding_policies()), {"shard_optimizer": True}
         else:
             own = random_plan(np.random.default_rng(draw.randrange(1 << 31)))
             policy = draw.choice([own] * 8 + _core.policies())

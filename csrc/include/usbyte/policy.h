@@ -129,14 +129,29 @@ Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// engine's timeline, which is not the paper's: one thread beside compute encodes the groups in
 /// turn, the channel carries one after the other, and the same thread decodes what has come, which
 /// goes before what is still to be encoded. Of up to ten tensors, and of any number where nothing
-/// is compressed, no grouping is better in the model, unless more than 32 that none outdoes must
-/// be told apart at one boundary. Beyond that, groupings are given up that lag behind another in
+/// is compressed, no grouping is better in the model, unless more than 32 non-dominated groupings
+/// meet at one boundary. Beyond that, groupings are given up that lag behind another in
 /// every respect, although on a shared thread one that is behind may fall into place. Of more than
 /// 512 tensors, neighbours in backward stay together so that 512 are left.
 Plan mergecomp(const Profile&, const NetworkModel&, const PolicyOptions&);
 
-/// Every policy by the name that `policy_name` returns.
-const std::map<std::string, Policy, std::less<>>& policies();
+/// A policy, with all that other code knows of it.
+struct PolicyEntry {
+  Policy plan;
+  /// With `PolicyOptions::sharded` its plans scatter everything before they gather.
+  bool shards = false;
+  /// It plans with codecs. The plans of other policies get codecs afterwards.
+  bool knows_codecs = false;
+  /// Number of ops of its plan, of policies that may plan very many; else nullptr.
+  int64_t (*count_parts)(const Profile&, const PolicyOptions&) = nullptr;
+};
+
+/// Every policy by the name that `policy_name` returns, which its plans have too. `auto` considers
+/// all of them.
+const std::map<std::string, PolicyEntry, std::less<>>& policies();
+
+/// Names of the policies that plan for sharded optimizers, in alphabetical order.
+std::vector<std::string> sharding_policies();
 
 /// Runs the policy of that name, which may be a former one (`policy_name`). Throws UsageError on an
 /// unknown name, unusable options, codecs that do not fit the tensors or have no costs beside

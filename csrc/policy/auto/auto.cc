@@ -186,10 +186,9 @@ NetworkModel cautious(NetworkModel network) {
 // Of so many parts, startups alone rule a plan out, and its simulation would take long.
 constexpr int64_t kMostParts = 100'000;
 
-bool too_many_parts(std::string_view name, const Profile& profile, const PolicyOptions& options) {
-  if (name == "p3") return p3_parts(profile) > kMostParts;
-  return name == "bytescheduler" &&
-         bytescheduler_parts(profile, options.partition_bytes) > kMostParts;
+bool too_many_parts(const PolicyEntry& policy, const Profile& profile,
+                    const PolicyOptions& options) {
+  return policy.count_parts && policy.count_parts(profile, options) > kMostParts;
 }
 
 // What the other policies make of it, under sizes that their authors tune.
@@ -197,9 +196,9 @@ std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
                          const PolicyOptions& given) {
   std::vector<Plan> out;
   for (const auto& [name, policy] : policies()) {
-    if (name == "auto" || (given.sharded && name != "dear" && name != "dear_exact")) continue;
-    if (too_many_parts(name, profile, given)) continue;
-    out.push_back(policy(profile, network, given));
+    if (name == "auto" || (given.sharded && !policy.shards)) continue;
+    if (too_many_parts(policy, profile, given)) continue;
+    out.push_back(policy.plan(profile, network, given));
   }
   for (int64_t mb : {1, 4, 16, 64, 256}) {
     PolicyOptions options = given;
@@ -210,7 +209,7 @@ std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
       continue;
     }
     out.push_back(ddp(profile, network, options));
-    if (too_many_parts("bytescheduler", profile, options)) continue;
+    if (too_many_parts(policies().at("bytescheduler"), profile, options)) continue;
     out.push_back(bytescheduler(profile, network, options));
   }
   return out;

@@ -10,9 +10,9 @@ namespace usbyte {
 /// and neither their gradients nor their first uses are further apart than 1/`parts` of the
 /// iteration. It is ready with the last of its gradients and needed with the first of its
 /// parameters, so that a plan that cuts none of these tensors is no later for the job itself than
-/// for this one, but for updates at the gates. One that cuts some can be: ops whose gradients are
-/// there sooner share the channel for longer with the ops before them. Elements stay where they
-/// are: the blocks of a plan for one are blocks for the other. Spreads are left out.
+/// for this one, but for updates in the forward pass. One that cuts some can be: ops whose
+/// gradients are there sooner share the channel for longer with the ops before them. Elements stay
+/// where they are: the blocks of a plan for one are blocks for the other. Spreads are left out.
 Profile coarse(const Profile& profile, int64_t parts);
 
 }  // namespace usbyte

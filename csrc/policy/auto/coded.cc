@@ -40,9 +40,8 @@ Plan automatic_coded(const Profile& profile, const NetworkModel& network,
     all.push_back({lateness_s, {ops, ops}, std::move(plan)});
   };
   consider(make_plan(options.sharded ? "dear" : "ddp", profile, network, options));
-  for (const auto& [name, policy] : policies()) {
-    const bool scatters = name == "dear" || name == "dear_exact";
-    if (name == "auto" || name == "bytecomp" || (options.sharded && !scatters)) continue;
+  for (const auto& [name, entry] : policies()) {
+    if (name == "auto" || name == "bytecomp" || (options.sharded && !entry.shards)) continue;
     consider(make_plan(name, profile, network, options));
   }
   // Cut for the bytes that there are, and for those that will travel.

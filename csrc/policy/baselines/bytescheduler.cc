@@ -18,17 +18,16 @@ int64_t parts_of(const TensorSpec& t, int64_t partition_bytes) {
 
 }  // namespace
 
-int64_t bytescheduler_parts(const Profile& profile, int64_t partition_bytes) {
+int64_t bytescheduler_parts(const Profile& profile, const PolicyOptions& options) {
   int64_t total = 0;
-  for (const TensorSpec& t : profile.tensors) total += parts_of(t, partition_bytes);
+  for (const TensorSpec& t : profile.tensors) total += parts_of(t, options.partition_bytes);
   return total;
 }
 
 Plan bytescheduler(const Profile& profile, const NetworkModel& network,
                    const PolicyOptions& options) {
   std::vector<ReadyBlock> parts;
-  if (const int64_t total = bytescheduler_parts(profile, options.partition_bytes);
-      total > kMostParts) {
+  if (const int64_t total = bytescheduler_parts(profile, options); total > kMostParts) {
     throw UsageError("bytescheduler: parts of " + std::to_string(options.partition_bytes) +
                      " bytes would be " + std::to_string(total) + ", and " +
                      std::to_string(kMostParts) + " is the most: take a larger partition");

@@ -14,14 +14,14 @@ constexpr int64_t kMostSlices = 1'000'000;
 
 }  // namespace
 
-int64_t p3_parts(const Profile& profile) {
+int64_t p3_parts(const Profile& profile, const PolicyOptions& /*options*/) {
   int64_t total = 0;
   for (const TensorSpec& t : profile.tensors) total += t.numel / kSlice + (t.numel % kSlice > 0);
   return total;
 }
 
-Plan p3(const Profile& profile, const NetworkModel& network, const PolicyOptions&) {
-  if (const int64_t total = p3_parts(profile); total > kMostSlices) {
+Plan p3(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
+  if (const int64_t total = p3_parts(profile, options); total > kMostSlices) {
     throw UsageError("p3: slices of " + std::to_string(kSlice) + " parameters would be " +
                      std::to_string(total) + ", and " + std::to_string(kMostSlices) +
                      " is the most: take another policy for so many parameters");

@@ -6,6 +6,7 @@
 
 #include "usbyte/network.h"
 #include "usbyte/plan.h"
+#include "usbyte/policy.h"
 #include "usbyte/profile.h"
 
 namespace usbyte {
@@ -25,7 +26,7 @@ std::vector<Op> priority_trace(const std::vector<ReadyBlock>& parts, const Netwo
 
 /// How many parts `p3` and `bytescheduler` make of a job. More than a million, which they refuse,
 /// are far more than any network takes in a step.
-int64_t p3_parts(const Profile& profile);
-int64_t bytescheduler_parts(const Profile& profile, int64_t partition_bytes);
+int64_t p3_parts(const Profile& profile, const PolicyOptions& options);
+int64_t bytescheduler_parts(const Profile& profile, const PolicyOptions& options);
 
 }  // namespace usbyte

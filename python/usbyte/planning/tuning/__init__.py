@@ -36,7 +36,7 @@ TUNED = {
 TRIED = {"auto": auto, **TUNED}
 
 #: Policies whose plans a sharded optimizer can execute.
-SHARDING = ("auto", "dear", "dear_exact", "tune:dear")
+SHARDING = (*_core.sharding_policies(), "tune:dear")
 
 
 def policies() -> list[str]:

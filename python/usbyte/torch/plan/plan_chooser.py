@@ -177,7 +177,8 @@ class PlanChooser:
             if any(op.kind == "all_reduce" for op in plan.ops):
                 raise UsageError(
                     f"policy '{plan.policy}' plans all_reduces; shard_optimizer=True needs "
-                    "reduce_scatters and all_gathers, as of auto, dear or dear_exact"
+                    "reduce_scatters and all_gathers, as of "
+                    f"{', '.join(_core.sharding_policies())}"
                 )
             plan = flags_apart(plan)
         plan = self._plans.routed(plan, dense(profile), network, overlap)
