@@ -110,21 +110,17 @@ void Engine::end_backward() {
 
 void Engine::wait(int tensor, const std::function<void()>& poll, CudaStream stream) {
   State& s = *state_;
-  const Moment gate = s.device ? s.device->gate(stream) : Moment();
+  const Moment began = s.device ? s.device->begin_wait(stream) : Moment();
   {
     MutexLock lock(s.mutex);
     s.faults.check();
     s.check_index(tensor);
-    if (!s.launches.step().arrived(tensor)) {
-      const double start = now_s();
-      s.block(poll, [&] {
-        s.mutex.assume_held();
-        return s.launches.step().arrived(tensor);
-      });
-      if (s.outbox.writer() && !s.device) s.launches.add_gate(tensor, start, now_s());
-    }
+    s.block_and_record(tensor, poll, [&] {
+      s.mutex.assume_held();
+      return s.launches.step().arrived(tensor);
+    });
   }
-  if (s.device) s.device->wait(tensor, stream, gate);
+  if (s.device) s.device->wait(tensor, stream, began);
 }
 
 void Engine::wait_reduced(const std::function<void()>& poll, CudaStream stream) {
@@ -132,7 +128,7 @@ void Engine::wait_reduced(const std::function<void()>& poll, CudaStream stream) 
   {
     MutexLock lock(s.mutex);
     s.faults.check();
-    s.block(poll, [&] {
+    s.block_and_record(StepRecord::kEveryTensor, poll, [&] {
       s.mutex.assume_held();
       return s.launches.step().reduced();
     });
@@ -155,7 +151,7 @@ void Engine::drain(const std::function<void()>& poll, CudaStream stream) {
   {
     MutexLock lock(s.mutex);
     s.faults.check();
-    s.block(poll, [&] {
+    s.block_and_record(StepRecord::kEveryTensor, poll, [&] {
       s.mutex.assume_held();
       return s.launches.step().drained();
     });
@@ -199,7 +195,7 @@ std::string Engine::status() const {
                                 {"completed", step.completed()},
                                 {"ops", s.plan.ops().size()},
                                 {"awaited", std::move(awaited)},
-                                {"held", s.launches.held()},
+                                {"awaits_release", s.launches.awaits_release()},
                                 {"open_step", s.device_ops.open_step()},
                                 {"last", s.launches.flights(now_s())}}
       .dump();

@@ -83,6 +83,10 @@ struct Engine::State {
   /// Waits for `done`, which is called with the lock held, and polls meanwhile; throws on a fault.
   template <typename Done>
   void block(const std::function<void()>& poll, Done done) USBYTE_REQUIRES(mutex);
+  /// Blocks unless `done` already; on the host the timeline gets it as a wait for `tensor`.
+  template <typename Done>
+  void block_and_record(int tensor, const std::function<void()>& poll, Done done)
+      USBYTE_REQUIRES(mutex);
 
   /// Ends what is in flight, for good.
   void abort() USBYTE_EXCLUDES(mutex);
@@ -145,6 +149,14 @@ void Engine::State::block(const std::function<void()>& poll, Done done) {
     }
   }
   faults.check();
+}
+
+template <typename Done>
+void Engine::State::block_and_record(int tensor, const std::function<void()>& poll, Done done) {
+  if (done()) return;
+  const double start = now_s();
+  block(poll, done);
+  if (outbox.writer() && !device) launches.add_wait(tensor, start, now_s());
 }
 
 }  // namespace usbyte

@@ -38,7 +38,7 @@ void LaunchQueue::begin_step() {
   record_.queued_s.assign(plan_.ops().size(), 0);
   record_.launched_s.assign(plan_.ops().size(), 0);
   record_.done_s.assign(plan_.ops().size(), 0);
-  record_.gates.clear();
+  record_.waits.clear();
   record_.updates.clear();
   record_.sparse.clear();
 }

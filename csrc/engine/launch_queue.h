@@ -46,7 +46,7 @@ class LaunchQueue {
   /// Backward is closed and all ops have completed.
   bool idle() const { return !in_backward_ && step_.drained(); }
   /// The host waits for nothing but `release_gathers`.
-  bool held() const { return hold_gathers_ && step_.reduced() && !released_; }
+  bool awaits_release() const { return hold_gathers_ && step_.reduced() && !released_; }
   std::vector<int> unready() const;
   const Step& step() const { return step_; }
 
@@ -84,8 +84,8 @@ class LaunchQueue {
   /// Steps begun so far.
   int64_t number() const { return record_.step; }
   const StepRecord& record() const { return record_; }
-  void add_gate(int tensor, double start_s, double end_s) {
-    record_.gates.push_back({tensor, {start_s, end_s}});
+  void add_wait(int tensor, double start_s, double end_s) {
+    record_.waits.push_back({tensor, {start_s, end_s}});
   }
   void add_update(const std::vector<int>& tensors, double start_s, double end_s) {
     record_.updates.push_back({tensors, {start_s, end_s}});

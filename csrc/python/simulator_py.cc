@@ -15,7 +15,7 @@ void register_simulator(py::module_& m) {
       .def_readonly("arrived_s", &Prediction::arrived_s)
       .def_property_readonly("launched_s", [](const Prediction& p) { return p.record.launched_s; })
       .def_property_readonly("done_s", [](const Prediction& p) { return p.record.done_s; })
-      .def_property_readonly("gates", [](const Prediction& p) { return p.record.gates; })
+      .def_property_readonly("waits", [](const Prediction& p) { return p.record.waits; })
       .def_property_readonly("updates", [](const Prediction& p) { return p.record.updates; });
   m.def(
       "simulate",

@@ -65,7 +65,7 @@ Prediction Simulator::predict(const Plan& plan) {
     const double end = p.backward_end_s();
     for (int t : backward_order_) {
       const double arrived = arrived_s_[static_cast<size_t>(t)];
-      if (arrived > end) record.gates.push_back({t, {end, arrived}});
+      if (arrived > end) record.waits.push_back({t, {end, arrived}});
     }
   } else {
     const bool at_gates = !sharded_ && p.bytes() > 0;
@@ -76,7 +76,7 @@ Prediction Simulator::predict(const Plan& plan) {
       const double asked = due_s_[i] + delay;
       delay = std::max(delay, arrived_s_[i] - due_s_[i]);
       const double passed = due_s_[i] + delay;
-      if (passed > asked) record.gates.push_back({t, {asked, passed}});
+      if (passed > asked) record.waits.push_back({t, {asked, passed}});
       const TensorSpec& spec = p.tensors[i];
       if (!at_gates) continue;
       if (p.need_s[i] != need_s) {

@@ -21,7 +21,10 @@ std::vector<std::pair<std::string, double>> numbers(const SparseTraffic& sum, in
 
 Timeline events(const StepRecord& record, const Plan& plan) {
   using Kind = Event::Kind;
-  const auto tensor_name = [&](int t) { return plan.tensors()[static_cast<size_t>(t)].name; };
+  const auto tensor_name = [&](int t) -> std::string {
+    return t == StepRecord::kEveryTensor ? "all gradients"
+                                         : plan.tensors()[static_cast<size_t>(t)].name;
+  };
   Timeline out;
   for (size_t i = 0; i < record.done_s.size(); ++i) {
     if (record.done_s[i] == 0) continue;
@@ -34,8 +37,8 @@ Timeline events(const StepRecord& record, const Plan& plan) {
       out.back().numbers = numbers(sum->second, plan.shape(plan.ops()[i]).rows);
     }
   }
-  for (const auto& [tensor, span] : record.gates) {
-    out.push_back({Kind::gate, record.step, span.first, span.second, tensor_name(tensor)});
+  for (const auto& [tensor, span] : record.waits) {
+    out.push_back({Kind::wait, record.step, span.first, span.second, tensor_name(tensor)});
   }
   for (const auto& [tensors, span] : record.updates) {
     std::string label;

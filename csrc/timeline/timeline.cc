@@ -19,7 +19,7 @@
 namespace usbyte {
 namespace {
 
-constexpr std::array<const char*, 4> kKinds = {"queue", "communication", "gate", "update"};
+constexpr std::array<const char*, 4> kKinds = {"queue", "communication", "wait", "update"};
 constexpr size_t kRowsPerKind = 100'000;  // thread ids of a kind's rows: kind * this + row
 constexpr std::string_view kClosing = "]\n";
 

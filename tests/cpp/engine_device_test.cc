@@ -518,7 +518,7 @@ TEST(EngineOnDevice, WritesTheDevicesTimesToTheTimeline) {
     rig.engine->begin_step(rig.compute);
     rig.engine->set_timeline(nullptr);
   }
-  int ops = 0, gates = 0, updates = 0;
+  int ops = 0, waits = 0, updates = 0;
   for (const auto& event : nlohmann::json::parse(std::ifstream(path))) {
     if (event["ph"] != "X") continue;
     const std::string kind = event["cat"];
@@ -526,14 +526,14 @@ TEST(EngineOnDevice, WritesTheDevicesTimesToTheTimeline) {
       ++ops;
       EXPECT_GE(event["dur"].get<double>(), 19e3);
     }
-    if (kind == "gate" && event["args"]["step"] == 1) gates += event["dur"].get<double>() > 15e3;
+    if (kind == "wait" && event["args"]["step"] == 1) waits += event["dur"].get<double>() > 15e3;
     if (kind == "update") {
       ++updates;
       EXPECT_GE(event["dur"].get<double>(), 9e3);
     }
   }
   EXPECT_EQ(ops, 4);
-  EXPECT_EQ(gates, 1);
+  EXPECT_EQ(waits, 1);
   EXPECT_EQ(updates, 2);
 }
 

@@ -138,7 +138,7 @@ TEST(EngineStep, StatusTellsOtherRanksWhereThisOneIs) {
                          {"completed", 0},
                          {"ops", 6},
                          {"awaited", {"b", "c", "d", "e"}},
-                         {"held", false},
+                         {"awaits_release", false},
                          {"open_step", 0}}));
   for (int t = 1; t < 6; ++t) rig->ready(t);
   rig->end_backward();
@@ -167,15 +167,17 @@ TEST(EngineStep, StatusTellsWhetherGathersAreHeld) {
   Rig rig(plan_of(1).with_ops("test", {{Collective::reduce_scatter, {{0, 4}}, kUnlimited, false},
                                        {Collective::all_gather, {{0, 4}}, kUnlimited, false}}),
           options);
-  const auto held = [&] { return json::parse(rig->status()).at("held").get<bool>(); };
-  EXPECT_FALSE(held());
+  const auto awaits_release = [&] {
+    return json::parse(rig->status()).at("awaits_release").get<bool>();
+  };
+  EXPECT_FALSE(awaits_release());
   rig.backward();
-  EXPECT_FALSE(held());
+  EXPECT_FALSE(awaits_release());
   rig.complete(0);
   rig->wait_reduced();
-  EXPECT_TRUE(held());
+  EXPECT_TRUE(awaits_release());
   rig->release_gathers();
-  EXPECT_FALSE(held());
+  EXPECT_FALSE(awaits_release());
   rig.complete(1);
   rig->drain();
 }

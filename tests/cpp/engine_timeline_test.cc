@@ -58,12 +58,30 @@ TEST_F(EngineTimeline, RecordsTheStepsInRange) {
   rig->set_timeline(nullptr);
   EXPECT_EQ(counts(), (std::map<std::string, int>{{"communication 2", 3},
                                                   {"communication 3", 3},
-                                                  {"gate 2", 1},
-                                                  {"gate 3", 1},
+                                                  {"wait 2", 1},
+                                                  {"wait 3", 1},
                                                   {"queue 2", 3},
                                                   {"queue 3", 3},
                                                   {"update 2", 1},
                                                   {"update 3", 1}}));
+}
+
+TEST_F(EngineTimeline, RecordsAWaitForAllGradients) {
+  Rig rig(plan_of(3));
+  rig->set_timeline(writer(":"));
+  int op = 0;
+  const auto complete_step = [&](int number) {
+    while (op < 3 * number) rig.complete(op++);
+  };
+  rig.backward();
+  rig->drain([&] { complete_step(1); });
+  rig.backward();
+  complete_step(2);
+  rig->drain();  // has nothing to wait for
+  rig->set_timeline(nullptr);
+  const auto recorded = counts();
+  EXPECT_EQ(recorded.at("wait 1"), 1);
+  EXPECT_FALSE(recorded.contains("wait 2"));
 }
 
 TEST_F(EngineTimeline, BeginsWithTheNextStepAndEndsWithTheLastCompleteOne) {

@@ -44,9 +44,9 @@ TEST(Simulator, OneOpAtATime) {
   EXPECT_EQ(predicted.arrived_s, (std::vector<double>{11, 9, 7}));
   EXPECT_EQ(predicted.step_s, 11);  // only "a" is late, by a second
   EXPECT_EQ(predicted.record.launched_s, (std::vector<double>{5, 7, 9}));
-  ASSERT_EQ(predicted.record.gates.size(), 1);
-  EXPECT_EQ(predicted.record.gates[0].first, 0);
-  EXPECT_EQ(predicted.record.gates[0].second, std::pair(10.0, 11.0));
+  ASSERT_EQ(predicted.record.waits.size(), 1);
+  EXPECT_EQ(predicted.record.waits[0].first, 0);
+  EXPECT_EQ(predicted.record.waits[0].second, std::pair(10.0, 11.0));
   EXPECT_EQ(forward.step_s(plan), 11);
   EXPECT_EQ(forward.end_s(), 11);
   // Backward ends at 9, and waits for all.

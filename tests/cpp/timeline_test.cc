@@ -132,7 +132,7 @@ TEST_F(TimelineFile, GivesEachKindANamedThread) {
   TimelineWriter writer(path_, 0, {});
   for (int64_t step = 0; step < 3; ++step) {
     const auto at = static_cast<double>(step);
-    writer.write({event(Kind::queue, step, at, at + 0.1), event(Kind::gate, step, at, at + 0.1),
+    writer.write({event(Kind::queue, step, at, at + 0.1), event(Kind::wait, step, at, at + 0.1),
                   event(Kind::communication, step, at + 0.1, at + 0.2),
                   event(Kind::communication, step, at + 0.2, at + 0.3),
                   event(Kind::update, step, at + 0.5, at + 0.6)});
@@ -190,11 +190,11 @@ TEST_F(TimelineFile, EscapesOddNames) {
                                           "",
                                           "\x1b[31m"};
   TimelineWriter writer(path_, 0, {});
-  for (const std::string& name : names) writer.write({event(Kind::gate, 1, 1, 2, name)});
+  for (const std::string& name : names) writer.write({event(Kind::wait, 1, 1, 2, name)});
   const std::vector<json> written = events("X");
   ASSERT_EQ(written.size(), names.size());
   for (size_t i = 0; i < names.size(); ++i) EXPECT_EQ(written[i].at("name"), names[i]);
-  writer.write({event(Kind::gate, 1, 2, 3, "not UTF-8: \xff\xc3")});
+  writer.write({event(Kind::wait, 1, 2, 3, "not UTF-8: \xff\xc3")});
   EXPECT_EQ(events("X").size(), names.size() + 1);
 }
 
@@ -202,7 +202,7 @@ TEST_F(TimelineFile, RecordsOnlyTheStepsInRange) {
   TimelineWriter writer(path_, 0, StepRange::parse("3:5"));
   EXPECT_EQ(writer.steps().begin, 3);
   Timeline all;
-  for (int64_t step = 0; step < 10; ++step) all.push_back(event(Kind::gate, step, 1, 2));
+  for (int64_t step = 0; step < 10; ++step) all.push_back(event(Kind::wait, step, 1, 2));
   writer.write(all);
   writer.write({});
   std::vector<int64_t> steps;
@@ -221,7 +221,7 @@ TEST_F(TimelineFile, SurvivesAKilledProcess) {
   ASSERT_GE(child, 0);
   if (child == 0) {
     TimelineWriter writer(path_, 0, {});
-    writer.write({event(Kind::gate, 1, 1, 2)});
+    writer.write({event(Kind::wait, 1, 1, 2)});
     kill(getpid(), SIGKILL);
   }
   int status = 0;
@@ -232,7 +232,7 @@ TEST_F(TimelineFile, SurvivesAKilledProcess) {
 
 TEST_F(TimelineFile, AFullDiskIsAUsageErrorAndLeavesAValidFile) {
   TimelineWriter writer(path_, 0, {});
-  writer.write({event(Kind::gate, 1, 1, 2)});
+  writer.write({event(Kind::wait, 1, 1, 2)});
   // A file size limit stands in for a full disk: the kernel writes a part, then refuses.
   rlimit old{};
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &old), 0);
@@ -241,12 +241,12 @@ TEST_F(TimelineFile, AFullDiskIsAUsageErrorAndLeavesAValidFile) {
   small.rlim_cur = std::filesystem::file_size(path_) + 100;
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
   const std::string message =
-      message_of<UsageError>([&] { writer.write(Timeline(100, event(Kind::gate, 2, 3, 4))); });
+      message_of<UsageError>([&] { writer.write(Timeline(100, event(Kind::wait, 2, 3, 4))); });
   setrlimit(RLIMIT_FSIZE, &old);
   std::signal(SIGXFSZ, handler);
   EXPECT_NE(message.find(path_), std::string::npos) << message;
   EXPECT_EQ(events("X").size(), 1U);
-  writer.write({event(Kind::gate, 3, 5, 6)});
+  writer.write({event(Kind::wait, 3, 5, 6)});
   EXPECT_EQ(events("X").size(), 2U);
 }
 

@@ -113,9 +113,18 @@ def test_calls_wait_for_those_before_them_only_if_they_are_patient():
         calls.run(lambda: 4, 30)
 
 
-def state(step, phase="flight", completed=0, awaited=(), last=(), eager=(), launched=3, held=False):
+def state(
+    step,
+    phase="flight",
+    completed=0,
+    awaited=(),
+    last=(),
+    eager=(),
+    launched=3,
+    gathers=True,
+):
     status = {"step": step, "phase": phase, "launched": launched, "completed": completed, "ops": 5}
-    status |= {"awaited": awaited, "last": last, "held": held}
+    status |= {"awaited": awaited, "last": last, "awaits_release": not gathers}
     return {"optimizers": {"optimizer.1": status}, "eager": list(eager)}
 
 
@@ -126,7 +135,10 @@ def test_ranks_that_are_behind_are_named():
         "rank 2 is still in backward of step 7, without the gradients of a, b",
     ]
     assert behind({0: state(7), 1: state(7)}) == []
-    late = {0: state(7, completed=2, launched=3), 1: state(7, completed=2, launched=2, held=True)}
+    late = {
+        0: state(7, completed=2, launched=3),
+        1: state(7, completed=2, launched=2, gathers=False),
+    }
     assert behind(late) == ["rank 1 has not updated its shards in step 7"]
     encodes = {0: state(7, completed=2, launched=3), 1: state(7, completed=2, launched=2)}
     assert behind(encodes) == []

@@ -47,7 +47,7 @@ def test_a_range_of_steps_with_names(tmp_path):
         assert (
             {"queue", "communication", "update"}
             <= kinds
-            <= {"queue", "communication", "gate", "update"}
+            <= {"queue", "communication", "wait", "update"}
         )
         communication = [e for e in spans if e["cat"] == "communication"]
         # Each weight of 262,144 bytes goes in three parts, in each of three steps.

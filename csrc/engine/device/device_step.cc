@@ -31,7 +31,7 @@ bool DeviceRecord::passed(DeviceClock& clock) const {
     return over(entry.second.first) && over(entry.second.second);
   };
   return std::ranges::all_of(done, over) && std::ranges::all_of(ready, over) &&
-         std::ranges::all_of(gates, both_over) && std::ranges::all_of(updates, both_over);
+         std::ranges::all_of(waits, both_over) && std::ranges::all_of(updates, both_over);
 }
 
 StepRecord DeviceRecord::resolve(DeviceClock& clock) const {
@@ -46,8 +46,8 @@ StepRecord DeviceRecord::resolve(DeviceClock& clock) const {
   for (size_t op = 0; op < out.queued_s.size(); ++op) {
     if (!queued[op]) out.queued_s[op] = out.launched_s[op];  // of what another op has left
   }
-  for (const auto& [tensor, span] : gates) {
-    out.gates.push_back({tensor, {seconds(clock, span.first), seconds(clock, span.second)}});
+  for (const auto& [tensor, span] : waits) {
+    out.waits.push_back({tensor, {seconds(clock, span.first), seconds(clock, span.second)}});
   }
   for (const auto& [tensors, span] : updates) {
     out.updates.push_back({tensors, {seconds(clock, span.first), seconds(clock, span.second)}});
@@ -215,18 +215,18 @@ LaunchedOp DeviceStep::launched(int op, int64_t step) const {
   return {op, step, record_.launched[i], record_.done[i]};
 }
 
-Moment DeviceStep::gate(CudaStream stream) {
+Moment DeviceStep::begin_wait(CudaStream stream) {
   if (!timed() || cuda_->capturing(stream)) return {};  // events of a capture have no time
   return clock_.mark(stream);
 }
 
-void DeviceStep::wait(int tensor, CudaStream stream, const Moment& gate) {
+void DeviceStep::wait(int tensor, CudaStream stream, const Moment& began) {
   const NamedRange shown(*cuda_, plan_.tensors()[static_cast<size_t>(tensor)].name);
   wait_ops(index_->brought_by(tensor), stream);
-  if (!gate) return;
+  if (!began) return;
   Moment through = clock_.mark(stream);
   MutexLock lock(mutex_);
-  record_.gates.push_back({tensor, {gate, std::move(through)}});
+  record_.waits.push_back({tensor, {began, std::move(through)}});
 }
 
 void DeviceStep::wait_reduced(CudaStream stream) { wait_ops(reductions_, stream); }

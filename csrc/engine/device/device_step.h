@@ -25,7 +25,7 @@ struct DeviceRecord {
   int64_t step = 0;
   std::vector<Moment> ready;                                     // by tensor
   std::vector<Moment> queued, launched, done;                    // by op
-  std::vector<std::pair<int, std::pair<Moment, Moment>>> gates;  // by tensor waited for
+  std::vector<std::pair<int, std::pair<Moment, Moment>>> waits;  // by tensor waited for
   std::vector<std::pair<std::vector<int>, std::pair<Moment, Moment>>> updates;
   std::map<int, SparseTraffic> sparse;  // by op
 
@@ -58,7 +58,7 @@ class DeviceStep {
   /// Throws UsageError if the stream is being captured.
   void check_not_captured(CudaStream stream);
   /// The next step: what comes later on `stream` may write to the flat buffer. With `timed`,
-  /// tensors, gates and updates are in the record, too.
+  /// tensors, waits and updates are in the record, too.
   void begin(CudaStream stream, bool timed);
   /// The gradient of `tensor` is what `source` holds behind what is on `stream` now; it may be in
   /// the flat buffer already, and is not there if `source` is null. The last gradient that an op
@@ -82,11 +82,11 @@ class DeviceStep {
   LaunchedOp launched(int op, int64_t step) const;
 
   /// When the device comes to a wait on `stream`, for the record; empty if that has no such times.
-  Moment gate(CudaStream stream);
+  Moment begin_wait(CudaStream stream);
   /// Later work on `stream` comes behind the ops that bring `tensor`, which have been launched;
   /// behind every reduction; behind all ops. Throws UsageError if the stream is being captured and
   /// would have to wait.
-  void wait(int tensor, CudaStream stream, const Moment& gate);
+  void wait(int tensor, CudaStream stream, const Moment& began);
   void wait_reduced(CudaStream stream);
   void wait_all(CudaStream stream);
   /// Blocks the host until all that was packed is, and all ops that were launched are over.

@@ -41,7 +41,7 @@ struct EngineOptions {
   float* codec_state = nullptr;
   /// Of what codecs draw by chance; the same on all ranks.
   uint64_t seed = 0;
-  /// On a device, times of tensors and gates too; a timeline has them anyway.
+  /// On a device, times of tensors and waits too; a timeline has them anyway.
   bool timed = false;
   /// Called on the engine's thread with a line worth logging.
   std::function<void(const std::string&)> on_warning;
@@ -93,15 +93,15 @@ class Engine {
   /// is captured into a CUDA graph. On a device, what comes later on `stream` may write to the
   /// flat buffer.
   void begin_step(CudaStream stream = {});
-  /// The gradient of `tensor` is at `gradient`, on a device behind what is on `stream` now, or in
-  /// the flat buffer if null, on the host scaled already. Returns the tensors of a device that have
-  /// been packed, whose own memory later work on `stream` may use again; on the host the flat
-  /// buffer has it when this returns. Throws UsageError if it was already ready in this step.
+  /// The gradient of `tensor` is at `gradient`, on a device after the work that is on `stream` now,
+  /// or in the flat buffer if null, on the host scaled already. Returns the tensors of a device
+  /// that have been packed, whose own memory later work on `stream` may use again; on the host the
+  /// flat buffer has it when this returns. Throws UsageError if it was already ready in this step.
   std::vector<int> ready(int tensor, CudaStream stream = {}, const void* gradient = nullptr);
   /// The gradient of a sparse tensor, whose memory must live until the tensor has arrived. On a
-  /// device, memory of which it is: behind what is on `stream` now, the first `*count` of the rows
-  /// are there, none of them twice (else their sum's rounding is left to chance), or all if
-  /// `count`, which is the device's too, is null. Throws UsageError for other tensors, as `ready`
+  /// device it is device memory, as is `count`. After the work that is on `stream` now, the first
+  /// `*count` rows, or all if `count` is null, are there; none of them twice, or the rounding of
+  /// their sum is left to chance. Throws UsageError for other tensors, as `ready`
   /// does for sparse ones.
   void ready_rows(int tensor, RowsView rows, CudaStream stream = {},
                   const int64_t* count = nullptr);
@@ -116,13 +116,14 @@ class Engine {
 
   /// Waits until `tensor` has arrived in the step that was begun last; at once if there was none.
   /// `poll` is called about ten times a second meanwhile, without any lock; what it throws ends the
-  /// wait. On a device, here and below, later work on `stream` comes behind what is waited for.
+  /// wait. On a device, here and below, later work on `stream` comes after what is waited for.
   void wait(int tensor, const std::function<void()>& poll = {}, CudaStream stream = {});
   /// Waits until every all_reduce and reduce_scatter of the current step has completed: each rank's
   /// shards then hold sums over the ranks.
   void wait_reduced(const std::function<void()>& poll = {}, CudaStream stream = {});
-  /// The shards hold what the all_gathers shall send, on a device behind what is on `stream` now.
-  /// Once in a step; throws UsageError if they are not held or not everything is reduced.
+  /// The shards hold what the all_gathers shall send, on a device after the work that is on
+  /// `stream` now. Once in a step; throws UsageError if they are not held or not everything is
+  /// reduced.
   void release_gathers(CudaStream stream = {});
   /// Waits until every op of the current step has completed.
   void drain(const std::function<void()>& poll = {}, CudaStream stream = {});
@@ -139,7 +140,7 @@ class Engine {
   /// Steps begun so far.
   int64_t steps() const;
   /// For other ranks, as JSON: step, phase ("idle", "backward", "flight"), ops launched and
-  /// completed, up to four tensors whose gradients are awaited, held, if this
+  /// completed, up to four tensors whose gradients are awaited, awaits_release, if this
   /// host waits for nothing but `release_gathers`, open_step, of the oldest op that a
   /// device was not seen to be through with (before a fault) or 0, and the last ops: of each the
   /// step, what it is, launched_s ago, and took_s, null while in flight.

@@ -52,8 +52,8 @@ Overlap overlap_from_name(std::string_view name);
 /// forward pass began: an iteration takes `iteration_s()` plus the largest lateness.
 ///
 /// Backward: when backward ends. Forward: when the next forward pass needs the parameter; the
-/// updates then run at the gates, each taking a share of `update_s` by its bytes, and what is
-/// needed at one time is updated once all of it is there.
+/// updates then run in the forward pass, each taking a share of `update_s` by its bytes, and what
+/// is needed at one time is updated once all of it is there.
 std::vector<double> due_times(const Profile& profile, Overlap overlap);
 
 /// Tensor indices in the order in which the forward pass needs them; ties go by index.

@@ -17,7 +17,7 @@ namespace usbyte {
 struct Prediction {
   double step_s;                  ///< from one forward pass to the next, in the steady state
   std::vector<double> arrived_s;  ///< by tensor
-  StepRecord record;              ///< for the timeline: ops, gates and updates
+  StepRecord record;              ///< for the timeline: ops, waits and updates
 };
 
 /// Predicts iterations of one job: backward produces gradients at the profile's times, the ops of a

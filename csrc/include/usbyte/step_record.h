@@ -16,15 +16,17 @@ namespace usbyte {
 struct StepRecord {
   using Interval = std::pair<double, double>;
 
+  static constexpr int kEveryTensor = -1;  // a wait for all gradients of the step
+
   int64_t step = 0;
   std::vector<double> ready_s;                                 // by tensor
   std::vector<double> queued_s, launched_s, done_s;            // by op
-  std::vector<std::pair<int, Interval>> gates;                 // by tensor waited for
+  std::vector<std::pair<int, Interval>> waits;                 // by tensor, or kEveryTensor
   std::vector<std::pair<std::vector<int>, Interval>> updates;  // by tensors updated
   std::map<int, SparseTraffic> sparse;                         // by op that is sparse
 };
 
-/// The events of the record's completed ops, its gates and updates.
+/// The events of the record's completed ops, its waits and updates.
 Timeline events(const StepRecord& record, const Plan& plan);
 
 }  // namespace usbyte

@@ -17,10 +17,10 @@ namespace usbyte {
 double now_s();
 
 /// What happened to one block or layer. An op is `queued` from the moment its gradients were ready
-/// until it was launched, then in `communication`; a `gate` is a forward pass waiting; an `update`
-/// is the deferred optimizer step.
+/// until it was launched, then in `communication`; a `wait` is the training
+/// thread, or its stream, waiting for gradients; an `update` is the deferred optimizer step.
 struct Event {
-  enum class Kind : uint8_t { queue, communication, gate, update };
+  enum class Kind : uint8_t { queue, communication, wait, update };
 
   Kind kind;
   int64_t step;

@@ -13,7 +13,9 @@ import click
 import usbyte
 from usbyte._util.click_command import StdoutErrorCommand
 
-_COMMANDS = ("doctor", "profile", "probe", "plan", "simulate", "whatif", "report", "lab")
+_COMMANDS = (
+    "doctor", "profile", "probe", "plan", "simulate", "whatif", "report", "stragglers", "lab",
+)  # fmt: skip
 
 
 class _Commands(StdoutErrorCommand, click.Group):

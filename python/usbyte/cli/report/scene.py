@@ -145,7 +145,7 @@ class Scene:
         tensors, p = self.tensors, self.prediction
         waits = [
             Bar(a, b, "wait", f"{self.overlap} waits for {tensors[t].name}\n{_span(a, b)}")
-            for t, (a, b) in p.gates
+            for t, (a, b) in p.waits
         ]
         flights = [self._flight(i, a, b) for i, (a, b) in enumerate(self.spans)]
         updates = [
@@ -158,7 +158,7 @@ class Scene:
         m = self.measured
         if m is None:
             return {}
-        waits = [Bar(a, b, "wait", f"waits for {name}\n{_span(a, b)}") for name, a, b in m.gates]
+        waits = [Bar(a, b, "wait", f"waits for {name}\n{_span(a, b)}") for name, a, b in m.waits]
         flights = [self._flight(i, a, b) for i, (a, b) in sorted(m.flights.items())]
         updates = [
             Bar(a, b, "update", f"update\n{_listed(names.split(', '))}\n{_span(a, b)}")
@@ -187,7 +187,7 @@ class Scene:
 
     def _next_forward(self) -> list[Bar]:
         # A layer computes from the end of its update until the next layer begins to wait.
-        waits_from = {t: span[0] for t, span in self.prediction.gates}
+        waits_from = {t: span[0] for t, span in self.prediction.waits}
         bars = []
         for (ts, (_, end)), (after, (passed, _)) in pairwise(self.prediction.updates):
             start = waits_from.get(after[0], passed)

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
 
 from usbyte import _core
+from usbyte.cli._traces import Span, not_a_trace, read_spans
 from usbyte.errors import UsageError
 
 #: Fields of a sparse op in the trace.
@@ -29,7 +28,7 @@ class Measured:
         step_s: Median length of the trace's steps under this plan; None if there is only one.
         queued: For each op, when it was ready to be launched and when it was launched.
         flights: For each op, when it was launched and when it was done.
-        gates: Waits of the forward pass: name of the tensor, start, end.
+        waits: Waits for gradients: name of the tensor, start, end.
         updates: Updates: names of the tensors, start, end.
         sums: For each sparse op, its `_SUMS` by name.
     """
@@ -38,7 +37,7 @@ class Measured:
     step_s: float | None
     queued: dict[int, tuple[float, float]] = field(default_factory=dict)
     flights: dict[int, tuple[float, float]] = field(default_factory=dict)
-    gates: list[tuple[str, float, float]] = field(default_factory=list)
+    waits: list[tuple[str, float, float]] = field(default_factory=list)
     updates: list[tuple[str, float, float]] = field(default_factory=list)
     sums: dict[int, dict[str, float]] = field(default_factory=dict)
 
@@ -49,7 +48,7 @@ class Measured:
             self.step_s,
             {op: (a + by_s, b + by_s) for op, (a, b) in self.queued.items()},
             {op: (a + by_s, b + by_s) for op, (a, b) in self.flights.items()},
-            [(name, a + by_s, b + by_s) for name, a, b in self.gates],
+            [(name, a + by_s, b + by_s) for name, a, b in self.waits],
             [(name, a + by_s, b + by_s) for name, a, b in self.updates],
             self.sums,
         )
@@ -69,18 +68,10 @@ def read_trace(path: Path, plan: _core.Plan, step: int | None = None) -> Measure
     ops = {plan.describe(i): i for i in range(len(plan.ops))}
     found: dict[int, Measured] = {}
     try:
-        events = json.loads(path.read_text("utf-8"), parse_constant=_refuse)
-        if not isinstance(events, list):
-            raise ValueError("it is no list of events")
-        for event in events:
-            if event["ph"] == "X":
-                number = int(event["args"]["step"])
-                _add(found.setdefault(number, Measured(number, None)), event, ops)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        text = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise UsageError(
-            f"cannot read the trace '{path}': {text}; give a file that USBYTE_TIMELINE has made"
-        ) from error
+        for span in read_spans(path):
+            _add(found.setdefault(span.step, Measured(span.step, None)), span, ops)
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise not_a_trace(path, error) from error
     whole = {
         n: m for n, m in found.items() if m.queued and len(m.queued) == len(m.flights) == len(ops)
     }
@@ -103,28 +94,22 @@ def read_trace(path: Path, plan: _core.Plan, step: int | None = None) -> Measure
     return chosen
 
 
-def _add(found: Measured, event: Any, ops: dict[str, int]) -> None:
-    """Adds an event of the trace to its step."""
-    name, kind, start = str(event["name"]), event["cat"], float(event["ts"]) * 1e-6
-    end = start + float(event["dur"]) * 1e-6
-    if not (math.isfinite(start) and start <= end < math.inf):
-        raise ValueError(f"'{name}' has times that are not finite, or ends before it starts")
-    if kind == "gate":
-        found.gates.append((name, start, end))
-    elif kind == "update":
-        found.updates.append((name, start, end))
-    elif name in ops and kind == "queue":
-        found.queued[ops[name]] = (start, end)
-    elif name in ops and kind == "communication":
-        found.flights[ops[name]] = (start, end)
-        if "sum_rows" in event["args"]:
-            found.sums[ops[name]] = sums = {what: float(event["args"][what]) for what in _SUMS}
+def _add(found: Measured, span: Span, ops: Mapping[str, int]) -> None:
+    """Adds a bar of the trace to its step."""
+    times = span.start_s, span.end_s
+    if span.kind == "wait":
+        found.waits.append((span.name, *times))
+    elif span.kind == "update":
+        found.updates.append((span.name, *times))
+    elif span.name in ops and span.kind == "queue":
+        found.queued[ops[span.name]] = times
+    elif span.name in ops and span.kind == "communication":
+        found.flights[ops[span.name]] = times
+        if "sum_rows" in span.args:
+            sums = {what: float(span.args[what]) for what in _SUMS}
             if not all(map(math.isfinite, sums.values())):
-                raise ValueError(f"'{name}' has a statistic that is not finite")
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+                raise ValueError(f"'{span.name}' has a statistic that is not finite")
+            found.sums[ops[span.name]] = sums
 
 
 def aligned(measured: Measured, plan: _core.Plan, profile: _core.Profile) -> Measured:

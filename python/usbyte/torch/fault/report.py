@@ -70,7 +70,7 @@ def _check_status(status: dict[str, Any]) -> None:
     required = {"step", "phase"}
     if status.get("phase") == "backward":
         required.add("awaited")
-    if status.get("held"):
+    if status.get("awaits_release"):
         required.add("launched")
     if "ops" in status:
         required.add("completed")
@@ -106,7 +106,7 @@ def behind(states: Mapping[int, State]) -> list[str]:
                     f"rank {rank} is still in backward of step {latest}, without the gradients of "
                     f"{names}"
                 )
-            elif s.get("held") and s["launched"] < launched:
+            elif s.get("awaits_release") and s["launched"] < launched:
                 found_behind.append(f"rank {rank} has not updated its shards in step {latest}")
     # A rank that waits for a rank of its own node is late for exchanges, too, but is no culprit.
     return found_behind or late
