@@ -66,7 +66,7 @@ class StepController:
         planner: Makes the plans.
         update_guard: Serializes updates, counts steps, and blocks reads of parameters after a
             fault.
-        memory: Codec state.
+        codec_state: Codec state.
         steps_before: Number of steps that were completed before.
 
     Attributes:
@@ -88,12 +88,12 @@ class StepController:
         connector: Connector,
         planner: Planner,
         update_guard: UpdateGuard,
-        memory: CodecState,
+        codec_state: CodecState,
         steps_before: int,
     ) -> None:
         self._rank_group, self._optimizer, self._updater = rank_group, optimizer, updater
         self._settings, self._param_table, self._planner = settings, param_table, planner
-        self._update_guard, self._memory = update_guard, memory
+        self._update_guard, self._codec_state = update_guard, codec_state
         names, params = param_table.names, param_table.params
         self._groups = ParamGroupIndex(optimizer, param_table)
         self.ended = False
@@ -119,12 +119,12 @@ class StepController:
             connector,
             planner,
             update_guard,
-            memory,
+            codec_state,
             steps_before,
             self._forward_hooks,
             self._on_learned,
         )
-        self._runner = StepRunner(optimizer, updater, self.reducer, update_guard, memory)
+        self._runner = StepRunner(optimizer, updater, self.reducer, update_guard, codec_state)
         self._deferred = DeferredUpdates(
             optimizer,
             self._runner.run,
@@ -345,7 +345,7 @@ class StepController:
             with self._update_guard.updating_after_fault():
                 self._deferred.apply(range(len(self._param_table.params)))
         else:
-            self._memory.mark_partial_step()
+            self._codec_state.mark_partial_step()
         self._give_up()
 
     def examine(self, is_quiet: bool) -> tuple[bool, bool]:

@@ -23,7 +23,7 @@ class StepRunner:
         updater: Its `step` updates the parameters: `optimizer` itself or its fused update.
         reducer: Sends gradients and waits for sums.
         update_guard: Marks a partial step if one raises.
-        memory: Codec state.
+        codec_state: Codec state.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class StepRunner:
         updater: torch.optim.Optimizer | FusedUpdate,
         reducer: Reducer,
         update_guard: UpdateGuard,
-        memory: CodecState,
+        codec_state: CodecState,
     ) -> None:
         self._optimizer, self._updater, self._reducer = optimizer, updater, reducer
-        self._update_guard, self._memory = update_guard, memory
+        self._update_guard, self._codec_state = update_guard, codec_state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs the updater's present step and returns its result."""
@@ -53,5 +53,5 @@ class StepRunner:
         calls_first = closure is not None and is_known(self._optimizer)
         result = self._update_guard.step(call, closure, calls_first)
         self._reducer.mark_applied()  # also sums of gradients that the closure has sent
-        self._memory.commit()
+        self._codec_state.commit()
         return result

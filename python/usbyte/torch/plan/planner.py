@@ -44,7 +44,7 @@ class Planner:
         rank_group: The ranks that take part.
         label: Name of the optimizer, the same on all ranks.
         settings: The optimizer's arguments. With overlap "auto", plans use "backward" until
-            `settle_overlap`.
+            `choose_overlap`.
         param_table: The parameters.
         device: Device of the parameters.
         codecs: Codecs that each parameter may use.
@@ -120,7 +120,7 @@ class Planner:
         """The overlap of the plans that are made next: "backward" or "forward"."""
         return self._plans.overlap
 
-    def settle_overlap(self, reason: str) -> None:
+    def choose_overlap(self, reason: str) -> None:
         """Chooses the overlap of later plans, for `overlap="auto"`.
 
         Args:

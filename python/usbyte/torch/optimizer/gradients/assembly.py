@@ -43,7 +43,7 @@ def make_gradient_path(
     connector: Connector,
     planner: Planner,
     update_guard: UpdateGuard,
-    memory: CodecState,
+    codec_state: CodecState,
     steps_before: int,
     uses: ParameterUseTracker,
     on_learned: Callable[[], None],
@@ -59,14 +59,14 @@ def make_gradient_path(
         connector: Connects the ranks; it was verified.
         planner: Makes the plans.
         update_guard: Receives the notice that parameters differ between ranks.
-        memory: Codec state.
+        codec_state: Codec state.
         steps_before: Number of steps that were completed before.
         uses: Records when the forward pass needs each parameter.
         on_learned: Called when all ranks have learned, before they plan.
     """
     communicator, device = connector.connect(), connector.device
     executor = PlanExecutor(
-        rank_group, communicator, settings, param_table, device, planner, memory, steps_before
+        rank_group, communicator, settings, param_table, device, planner, codec_state, steps_before
     )
     lifecycle = PlanLifecycle(
         planner,
@@ -91,5 +91,7 @@ def make_gradient_path(
     consensus = StepConsensus(
         planner.label, rank_group.ranks, executor, lifecycle, check, update_guard
     )
-    reducer = Reducer(settings, param_table, planner, executor, lifecycle, memory, check, consensus)
+    reducer = Reducer(
+        settings, param_table, planner, executor, lifecycle, codec_state, check, consensus
+    )
     return GradientPath(reducer, executor)

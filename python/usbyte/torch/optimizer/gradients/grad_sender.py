@@ -67,7 +67,7 @@ class GradientSender:
         param_table: Parameters of the optimizer. Indices of parameters are positions in it.
         executor: Takes the gradients.
         in_flight: Tracks the gradients that are sent.
-        memory: Codec state.
+        codec_state: Codec state.
 
     Attributes:
         is_sending: Whether a backward pass that sends its gradients runs.
@@ -86,10 +86,10 @@ class GradientSender:
         param_table: ParamTable,
         executor: GradientChannel,
         in_flight: InFlightGrads,
-        memory: CodecState,
+        codec_state: CodecState,
     ) -> None:
         self._names, self._params = param_table.names, param_table.params
-        self._executor, self._in_flight, self._memory = executor, in_flight, memory
+        self._executor, self._in_flight, self._codec_state = executor, in_flight, codec_state
         self._densifies, self._sums = settings.sparse_as_dense, settings.op == Sum
         self.is_sending = self.shows_parts = False
         self.missed: set[int] = set()
@@ -124,7 +124,7 @@ class GradientSender:
             if self._in_flight.sparse[i]:
                 self._send_rows(i, empty_like(param))
             else:
-                self._memory.snapshot(self._names[i])
+                self._codec_state.snapshot(self._names[i])
                 self._executor.grad_writer.send_zeros(i)
                 self._in_flight.shown[i] = self._in_flight.tensors[i]
                 self._in_flight.record_version(i)

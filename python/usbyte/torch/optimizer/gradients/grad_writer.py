@@ -21,7 +21,8 @@ class HostGradWriter:
 
     Args:
         params: The parameters, by parameter index.
-        at_slot: Parameter indices in the plan's order of tensors, without the control tensor.
+        param_of_tensor: Parameter indices in the plan's order of tensors, without the control
+            tensor.
         flat_buffer: Flat buffer of the plan in force.
         engine: Launches ops whose gradients are ready.
         scale: Factor of all gradients: 1 / number of ranks for `Average`, 1 for `Sum`.
@@ -30,14 +31,15 @@ class HostGradWriter:
     def __init__(
         self,
         params: Sequence[nn.Parameter],
-        at_slot: Sequence[int],
+        param_of_tensor: Sequence[int],
         flat_buffer: FlatBuffer,
         engine: _core.Engine,
         scale: float,
     ) -> None:
-        self._params, self._at_slot = params, at_slot
-        self._slot = {i: k + 1 for k, i in enumerate(at_slot)}  # slot 0 is the control tensor
-        self._views = dict(zip(at_slot, flat_buffer.grads, strict=False))  # none for sparse ones
+        self._params, self._param_of_tensor = params, param_of_tensor
+        # Tensor 0 is the control tensor. Sparse gradients have no view.
+        self._tensor_of_param = {i: k for k, i in enumerate(param_of_tensor, start=1)}
+        self._views = dict(zip(param_of_tensor, flat_buffer.grads, strict=False))
         self._flat_buffer, self._engine = flat_buffer, engine
         # torch.mul would turn a number into a tensor in each call.
         self._scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
@@ -65,17 +67,17 @@ class HostGradWriter:
         view = self._views[i]
         small = self._small.get(i)
         if small == (grad.dtype, grad.stride()) and not grad.is_neg():
-            self._engine.ready(self._slot[i], 0, grad.data_ptr())
+            self._engine.ready(self._tensor_of_param[i], 0, grad.data_ptr())
         else:
             torch.mul(grad, self._scale, out=view)
-            self._engine.ready(self._slot[i])
+            self._engine.ready(self._tensor_of_param[i])
         if shown is not None:
             self._params[i].grad = shown
 
     def send_zeros(self, i: int) -> None:
         """Sends zeros for parameter `i`, whose `param.grad` does not change."""
         self._views[i].zero_()
-        self._engine.ready(self._slot[i])
+        self._engine.ready(self._tensor_of_param[i])
 
     def send_flags(self, flags: Sequence[float]) -> None:
         """Writes `flags` to the control tensor, the used part of it, and marks it ready."""
@@ -92,7 +94,8 @@ class DeviceGradWriter(HostGradWriter):
     Args:
         device: Device of gradients and flat buffer.
         params: The parameters, by parameter index.
-        at_slot: Parameter indices in the plan's order of tensors, without the control tensor.
+        param_of_tensor: Parameter indices in the plan's order of tensors, without the control
+            tensor.
         flat_buffer: Flat buffer of the plan in force.
         engine: Packs, scales and sends the gradients.
     """
@@ -101,14 +104,14 @@ class DeviceGradWriter(HostGradWriter):
         self,
         device: Device,
         params: Sequence[nn.Parameter],
-        at_slot: Sequence[int],
+        param_of_tensor: Sequence[int],
         flat_buffer: FlatBuffer,
         engine: _core.Engine,
     ) -> None:
-        super().__init__(params, at_slot, flat_buffer, engine, 1.0)
+        super().__init__(params, param_of_tensor, flat_buffer, engine, 1.0)
         self._device = device
-        self._sources: dict[int, torch.Tensor] = {}  # by slot, until packed
-        # By slot, until packed: the present `param.grad`, and the tensor that replaces it then.
+        self._sources: dict[int, torch.Tensor] = {}  # by tensor of the plan, until packed
+        # By tensor of the plan, until packed: `param.grad`, and the tensor that replaces it then.
         self._user_visible_grads: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._flags: Sequence[float] = ()
         self._flags_there = flat_buffer.flags[:0]
@@ -129,20 +132,20 @@ class DeviceGradWriter(HostGradWriter):
         """
         view = self._views[i]
         if shown is not None:
-            self._user_visible_grads[self._slot[i]] = self._params[i].grad, shown
+            self._user_visible_grads[self._tensor_of_param[i]] = self._params[i].grad, shown
         if grad is shown:
-            self._submit(self._slot[i], None)
+            self._submit(self._tensor_of_param[i], None)
         elif laid_out_alike(grad, view):
-            self._submit(self._slot[i], grad)
+            self._submit(self._tensor_of_param[i], grad)
         else:
             laid_out = torch.empty_strided(
                 view.shape, view.stride(), dtype=view.dtype, device=view.device
             )
-            self._submit(self._slot[i], laid_out.copy_(grad))
+            self._submit(self._tensor_of_param[i], laid_out.copy_(grad))
 
     def send_zeros(self, i: int) -> None:
         """Sends zeros for parameter `i`, whose `param.grad` does not change."""
-        self._submit(self._slot[i], torch.zeros_like(self._views[i]))
+        self._submit(self._tensor_of_param[i], torch.zeros_like(self._views[i]))
 
     def send_flags(self, flags: Sequence[float]) -> None:
         """Sends `flags` as the control tensor.
@@ -158,12 +161,12 @@ class DeviceGradWriter(HostGradWriter):
             )
         self._submit(0, self._flags_there)
 
-    def _submit(self, slot: int, source: torch.Tensor | None) -> None:
+    def _submit(self, tensor: int, source: torch.Tensor | None) -> None:
         address = 0
         if source is not None:
             address = source.data_ptr()
-            self._sources[slot] = source
-        packed = self._engine.ready(slot, self._device.stream(), address)
+            self._sources[tensor] = source
+        packed = self._engine.ready(tensor, self._device.stream(), address)
         if not packed:
             return
         used = [self._sources.pop(k) for k in packed if k in self._sources]
@@ -171,7 +174,8 @@ class DeviceGradWriter(HostGradWriter):
         for k in packed:
             before, shown = self._user_visible_grads.pop(k, (None, None))
             # A hook may have replaced `param.grad` meanwhile.
-            if shown is not None and (param := self._params[self._at_slot[k - 1]]).grad is before:
+            param = self._params[self._param_of_tensor[k - 1]]
+            if shown is not None and param.grad is before:
                 param.grad = shown
 
 
@@ -182,12 +186,12 @@ def _on_host(flags: Sequence[float]) -> torch.Tensor:
 def make_grad_writer(
     device: Device,
     params: Sequence[nn.Parameter],
-    at_slot: Sequence[int],
+    param_of_tensor: Sequence[int],
     flat_buffer: FlatBuffer,
     engine: _core.Engine,
     scale: float,
 ) -> HostGradWriter:
     """Returns the gradient writer for `device`. On CUDA, the engine applies the scale itself."""
     if device.core is None:
-        return HostGradWriter(params, at_slot, flat_buffer, engine, scale)
-    return DeviceGradWriter(device, params, at_slot, flat_buffer, engine)
+        return HostGradWriter(params, param_of_tensor, flat_buffer, engine, scale)
+    return DeviceGradWriter(device, params, param_of_tensor, flat_buffer, engine)

@@ -76,7 +76,7 @@ class PlanExecutor:
         param_table: Parameters of the optimizer.
         device: Device of the parameters.
         planner: Gives the learning plan, which is the first plan in force.
-        memory: Codec state.
+        codec_state: Codec state.
         steps_before: Number of steps that were completed before.
 
     Attributes:
@@ -105,14 +105,14 @@ class PlanExecutor:
         param_table: ParamTable,
         device: Device,
         planner: PlanSource,
-        memory: CodecState,
+        codec_state: CodecState,
         steps_before: int,
     ) -> None:
-        self._rank_group, self.device, self._planner, self._memory = (
+        self._rank_group, self.device, self._planner, self._codec_state = (
             rank_group,
             device,
             planner,
-            memory,
+            codec_state,
         )
         self._names, self._params = param_table.names, param_table.params
         self._scale, self._sharded = settings.scale(rank_group.size), settings.shard_optimizer
@@ -157,8 +157,8 @@ class PlanExecutor:
     def grad_views(self) -> list[torch.Tensor | None]:
         """Returns, by parameter, its gradient in the flat buffer; None if it is sparse."""
         return [
-            None if name in self._planner.sparse else self.flat_buffer.grads[slot - 1]
-            for name, slot in zip(self._names, self.tensor_of_param, strict=True)
+            None if name in self._planner.sparse else self.flat_buffer.grads[tensor - 1]
+            for name, tensor in zip(self._names, self.tensor_of_param, strict=True)
         ]
 
     def ready_s(self) -> list[float]:
@@ -167,7 +167,7 @@ class PlanExecutor:
         Times are seconds of the steady clock.
         """
         ready = self.engine.ready_times()
-        return [ready[slot] for slot in self.tensor_of_param]
+        return [ready[tensor] for tensor in self.tensor_of_param]
 
     def record_update(self, indices: Sequence[int], start: Mark) -> None:
         """Adds an update of `indices`, begun at `start` and completed now, to the timeline."""
@@ -243,9 +243,11 @@ class PlanExecutor:
         moves = coded_shards(plan) != coded_shards(self.plan)
         if moves:  # the ranks that send an element will not be those with its error feedback
             kinds = self._rank_group.eager.allgather_bytes(
-                "usbyte.memory.kinds", self._memory.kinds_json().encode()
+                "usbyte.memory.kinds", self._codec_state.kinds_json().encode()
             )
-            self._memory.replicate(plan.tensors, [text.decode() for text in kinds], self._average)
+            self._codec_state.replicate(
+                plan.tensors, [text.decode() for text in kinds], self._average
+            )
         self._restart(plan, learning, concentrates=moves and codes_shards(plan))
 
     def renew(self, learning: bool) -> None:
@@ -289,7 +291,7 @@ class PlanExecutor:
             self._lay_out(plan, memory)
             mesh = self._communicator.mesh
             if concentrates and mesh is not None:
-                self._memory.shard(plan, mesh.topology, self._rank_group.rank)
+                self._codec_state.shard(plan, mesh.topology, self._rank_group.rank)
             self._start(plan, steps, learning)
         if self.writer is not None:
             self.engine.set_timeline(self.writer)
@@ -313,7 +315,7 @@ class PlanExecutor:
             self._retired.clear()
         self.flat_buffer = FlatBuffer(plan, [self._params[i] for i in self.param_of_tensor], memory)
         params = dict(zip(self._names, self._params, strict=True))
-        self._memory.lay_out(plan, self.device.torch_device, params)
+        self._codec_state.lay_out(plan, self.device.torch_device, params)
         self._communicator.register(self.flat_buffer.buffer)
 
     def _start(self, plan: _core.Plan, steps_before: int, learning: bool) -> None:
@@ -329,7 +331,7 @@ class PlanExecutor:
             device=self.device.core,
             exchange=exchange.core if exchange is not None else None,
             scale=self._scale,
-            codec_state=self._memory.address,
+            codec_state=self._codec_state.address,
             seed=self._planner.seed,
             timed=learning,
             on_warning=self._rank_group.warn,
@@ -337,7 +339,7 @@ class PlanExecutor:
             on_fault=self._engine_handle.on_fault,
         )
         self._engine_handle.attach_engine(
-            self.engine, self.flat_buffer.buffer, self._memory, self.rows
+            self.engine, self.flat_buffer.buffer, self._codec_state, self.rows
         )
         self.grad_writer = make_grad_writer(
             self.device,

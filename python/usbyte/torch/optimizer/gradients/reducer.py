@@ -63,7 +63,7 @@ class Reducer:
         planner: Makes the plans.
         executor: Runs the plan in force.
         lifecycle: Decides how long plans stay in force.
-        memory: Codec state.
+        codec_state: Codec state.
         check: Step check, which compares hyper-parameters and parameters across ranks.
         consensus: Step consensus with the other ranks.
 
@@ -85,14 +85,14 @@ class Reducer:
         planner: PlanDecider,
         executor: PlanExecutor,
         lifecycle: PlanLifecycle,
-        memory: CodecState,
+        codec_state: CodecState,
         check: StepChecksum,
         consensus: StepConsensus,
     ) -> None:
         self.names, self.device = param_table.names, executor.device
         self._params = param_table.params
         self._planner, self._executor, self._lifecycle = planner, executor, lifecycle
-        self._memory, self._check, self._consensus = memory, check, consensus
+        self._codec_state, self._check, self._consensus = codec_state, check, consensus
         self._sharded = settings.shard_optimizer
         self.phase, self.in_flight = StepPhase.NOTHING_SENT, False
         self.has_accumulated = False
@@ -102,7 +102,7 @@ class Reducer:
         sparse = [name in planner.sparse for name in param_table.names]
         self._in_flight = InFlightGrads(self.names, self._params, sparse)
         self._in_flight.rebind(executor.flat_buffer.buffer, executor.grad_views())
-        self.sender = GradientSender(settings, param_table, executor, self._in_flight, memory)
+        self.sender = GradientSender(settings, param_table, executor, self._in_flight, codec_state)
 
     @property
     def applied(self) -> bool:
@@ -201,9 +201,9 @@ class Reducer:
         """Returns whether any rank had a gradient of parameter `i`, of which this rank had none."""
         if not self._waits_no_more:
             self._executor.wait_for_control()
-        is_used = self._used_by_slot()[self._executor.tensor_of_param[i]]
+        is_used = self._used_by_tensor()[self._executor.tensor_of_param[i]]
         if not is_used:
-            self._memory.rollback(self.names[i])
+            self._codec_state.rollback(self.names[i])
         return is_used
 
     def _take_rows(self, i: int) -> None:
@@ -306,14 +306,14 @@ class Reducer:
         """Returns, by parameter, whether any rank had a gradient; call it after `wait_reduced`."""
         if all(self._in_flight.own):
             return list(self._in_flight.own)  # saves the wait for the device
-        by_slot = self._used_by_slot()
-        used = [by_slot[slot] for slot in self._executor.tensor_of_param]
+        by_tensor = self._used_by_tensor()
+        used = [by_tensor[tensor] for tensor in self._executor.tensor_of_param]
         for name, was_used in zip(self.names, used, strict=True):
             if not was_used:
-                self._memory.rollback(name)
+                self._codec_state.rollback(name)
         return used
 
-    def _used_by_slot(self) -> list[bool]:
+    def _used_by_tensor(self) -> list[bool]:
         """Returns, by tensor of the plan, whether any rank had a gradient.
 
         The flags are fetched once in a step, because this waits for the device.
@@ -439,7 +439,7 @@ class Reducer:
         self._check.begin(self._executor.steps)
         self._in_flight.begin()
         self._move_retained_grads()
-        self._memory.begin_step()
+        self._codec_state.begin_step()
         self.has_accumulated = self.sender.shows_parts = False
         self._consensus.record_participation()
         self._executor.grad_writer.begin()

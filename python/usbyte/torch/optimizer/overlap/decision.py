@@ -32,7 +32,7 @@ class OverlapPlanner(Protocol):
     def overlap(self) -> str:
         """The overlap that plans are made for."""
 
-    def settle_overlap(self, reason: str) -> None:
+    def choose_overlap(self, reason: str) -> None:
         """Chooses the overlap of all later plans: "backward" if there is a reason for it."""
 
 
@@ -102,7 +102,7 @@ class OverlapDecision:
                 self._forward_hooks, self.unhooked_params, aliased(), self.shared, self.against
             )
             label = self._planner.label
-            self._planner.settle_overlap(agree_on_overlap(self._rank_group, label, reason))
+            self._planner.choose_overlap(agree_on_overlap(self._rank_group, label, reason))
 
     def end_step(self, learning: bool) -> bool:
         """Updates the decision after a step whose updates were all applied at once.
@@ -121,11 +121,12 @@ class OverlapDecision:
         begins, self.learned = not self.learned, True
         sharded = self._settings.shard_optimizer
         if begins and not sharded and self._planner.overlap == "forward":
+            unhooked = len(self.unhooked_params)
+            rest = f", except those of {unhooked} parameters whose use was not observed"
             log.info(
-                "%s: updates are deferred to the next forward pass, except those of %d parameters "
-                "whose use was not observed",
+                "%s: updates are deferred to the next forward pass%s",
                 self._planner.label,
-                len(self.unhooked_params),
+                rest if unhooked else "",
             )
         return begins
 
