@@ -86,16 +86,15 @@ class LabCase(Case):
         rank = [sys.executable, "-c", call + f"{json.dumps(self.args)!r})"]
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **LIMITS}
+        run = [*usbyte, "lab", "run", "--name", lab, "--", *rank]
         down = [*usbyte, "lab", "down", "--name", lab, "--kill"]
         up = [*usbyte, "lab", "up", "--name", lab, "--hosts", str(RANKS)]
-        subprocess.run(up, env=env, check=True, capture_output=True, timeout=60)
+        subprocess.run(up, env=env, check=True, capture_output=True, timeout=180)
         try:
-            done = subprocess.run(
-                [*usbyte, "lab", "run", "--name", lab, "--", *rank],
-                env=env, capture_output=True, text=True, timeout=90, check=False,
-            )  # fmt: skip
+            # As long as `run_ranks` waits for ranks on a loaded machine.
+            done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=270)
         finally:
-            subprocess.run(down, env=env, check=True, capture_output=True, timeout=60)
+            subprocess.run(down, env=env, check=True, capture_output=True, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
         return [json.loads(Path(folder, f"answer-{r}.json").read_text()) for r in range(RANKS)]
 

@@ -45,7 +45,7 @@ def start(tmp_path, launcher, workers, script, *options):
     elif launcher == "torchrun":
         command += ["--nproc-per-node", str(workers), *program]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads(result.read_text())
 

@@ -34,7 +34,7 @@ def command(*arguments, **options):
         [sys.executable, "-c", "from usbyte.cli import main; main(prog_name='usbyte')",
          "lab", verb, "--name", NAME, *rest],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240, check=False, **options,
+        capture_output=True, text=True, timeout=600, check=False, **options,
     )  # fmt: skip
 
 

@@ -214,7 +214,15 @@ def test_backward_overlap(run, tmp_path):
 
 def _no_traces(folder):
     """Files that are nearly traces of usbyte's."""
-    event = {"ph": "X", "pid": 0, "name": "a", "cat": "wait", "ts": 1, "dur": 1, "args": {"step": 1}}
+    event = {
+        "ph": "X",
+        "pid": 0,
+        "name": "a",
+        "cat": "wait",
+        "ts": 1,
+        "dur": 1,
+        "args": {"step": 1},
+    }
     texts = [json.dumps([{**event, name: value}]) for name, value in [
         ("args", {}), ("args", 3), ("args", {"step": "x"}), ("ts", "soon"), ("dur", None),
     ]]  # fmt: skip
