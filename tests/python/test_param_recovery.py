@@ -24,6 +24,7 @@ from usbyte.torch.compression.state import CODEC_STATE_KEY
 from usbyte.torch.fault.decision import RankProgress, RecoveryDecision, decide_recovery
 from usbyte.torch.fault.recovery import ParamRecovery, has_partial_step
 from usbyte.torch.lazy_tensor import make_lazy, unwrap
+from usbyte.torch.optimizer.session import OptimizerSession
 from usbyte.torch.world import world
 from usbyte.torch.world.world import current
 
@@ -104,6 +105,32 @@ def dies_in_backward(rank, size, overlap, kind):
     assert can_be_read(model) == (len(answer) == 64)
     ub.shutdown()
     return answer
+
+
+def leaves_slowly(rank, size):
+    """A rank shuts down, and the others notice before its optimizer has closed."""
+    model, optimizer = prepared(rank, "forward")
+    train(model, optimizer, rank)
+    if rank == 1:
+        run, close = current(), OptimizerSession.close
+
+        def close_late(session, whole_state):
+            while run._faults.verdict is None:
+                time.sleep(0.05)
+            close(session, whole_state)
+
+        OptimizerSession.close = close_late
+        with contextlib.suppress(FaultError):
+            ub.shutdown()
+    else:
+        with pytest.raises(FaultError, match=r"rank 1 .* has shut down while the others go on"):
+            train(model, optimizer, rank, STEPS + 2, STEPS)
+    return found(model, optimizer)
+
+
+def test_a_rank_that_was_shutting_down_before_the_fault_has_its_last_step():
+    whole = run_ranks(2, after, STEPS, "forward", {})
+    assert run_ranks(2, leaves_slowly, env=LIMITS) == whole
 
 
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
@@ -358,6 +385,10 @@ def test_judgements_name_what_is_wrong():
     assert decide_recovery(0, {0: left(3), 2: left(3, partial=True)}) == RecoveryDecision("")
     assert "is unknown" in decide_recovery(0, None).reason
     assert "without this rank" in decide_recovery(1, {0: left(3)}).reason
+    # One that was shutting down is judged by itself.
+    assert decide_recovery(1, {0: left(4)}, left(3)) == RecoveryDecision("")
+    assert "step 4 was applied to some" in decide_recovery(1, {0: left(4)}, left(3, True)).reason
+    assert "is unknown" in decide_recovery(1, None, left(3)).reason
     assert "not on rank 2" in decide_recovery(0, {0: left(4), 2: left(3, partial=True)}).reason
     assert decide_recovery(2, {0: left(4), 2: left(3)}) == RecoveryDecision("")
     assert "step 4 was applied to some" in decide_recovery(2, {2: left(3, partial=True)}).reason
@@ -395,7 +426,7 @@ def test_an_update_that_is_going_on_ends_before_anything_is_decided():
 
 
 def test_nobody_else_lets_go_of_what_is_dirty():
-    """As gates do, which note who reads a parameter, and updates."""
+    """As forward pre-hooks do, which note who reads a parameter, and updates."""
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     salvage = ParamRecovery(params, lambda: False, lambda completes: None)
     salvage.apply_decision("lost", RecoveryDecision("step 3 was applied in part"))

@@ -55,6 +55,9 @@ class FaultCoordinator:
             runs before `verdict` is set and must not block.
         on_fault: Called once with the verdict after `block_reads`, in the same thread; may call
             `compare`.
+
+    Attributes:
+        leaving: Whether this rank has begun to shut down normally.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class FaultCoordinator:
         self._verdict: str | None = None
         self._survivors: list[int] | None = None
         self._closing = False
+        self.leaving = False
         self._store.set(f"who/{rank}", f"host {socket.gethostname()}, pid {os.getpid()}")
         # No WorkerThread: it waits for messages in the store, not for tasks of this process.
         self._thread = threading.Thread(
@@ -197,6 +201,7 @@ class FaultCoordinator:
 
     def announce_exit(self) -> None:
         """Tells the other ranks that this rank is about to shut down normally."""
+        self.leaving = True
         with suppress(RuntimeError):
             self._calls.run(lambda: self._store.set(f"leaving/{self._rank}", "1"), _GRACE_S)
 

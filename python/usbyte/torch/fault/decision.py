@@ -40,15 +40,23 @@ class RecoveryDecision:
     completes: bool = False
 
 
-def decide_recovery(rank: int, progress_of: Mapping[int, RankProgress] | None) -> RecoveryDecision:
+def decide_recovery(
+    rank: int,
+    progress_of: Mapping[int, RankProgress] | None,
+    leaving: RankProgress | None = None,
+) -> RecoveryDecision:
     """Decides whether the parameters of `rank` are usable.
 
     Args:
         rank: A rank of the run.
         progress_of: Progress of the surviving ranks, by rank; None if it is not known.
+        leaving: Progress of `rank` if it had begun to shut down before the fault, else None. The
+            survivors leave such a rank out. It has taken part in all steps that it has completed.
     """
     if progress_of is None:
         return RecoveryDecision("the progress of the other ranks is unknown")
+    if leaving is not None and rank not in progress_of:
+        progress_of = {rank: leaving}
     if rank not in progress_of:
         return RecoveryDecision("the other ranks have continued without this rank")
     mine = progress_of[rank]

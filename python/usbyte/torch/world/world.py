@@ -306,6 +306,7 @@ class World:
     def _on_fault(self, verdict: str) -> None:
         participants = list(self.participants)
         everyone = None
+        leaving: dict[str, RankProgress] = {}
         try:
             state = self._describe()
             for participant in participants:
@@ -320,11 +321,14 @@ class World:
             self._record_flight(verdict, state)
             assert self._faults is not None
             mine = {
-                each.label: asdict(progress)
+                each.label: progress
                 for each in participants
                 if (progress := each.progress()) is not None
             }
-            if (found := self._faults.compare(mine)) is not None:
+            if self._faults.leaving:
+                leaving = mine
+            rows = {label: asdict(progress) for label, progress in mine.items()}
+            if (found := self._faults.compare(rows)) is not None:
                 everyone = {
                     rank: check(row, dict[str, RankProgress]) for rank, row in found.items()
                 }
@@ -336,7 +340,8 @@ class World:
                 for rank, theirs in everyone.items()
                 if participant.label in theirs
             }
-            participant.apply_decision(verdict, decide_recovery(self.rank, progress_of))
+            decision = decide_recovery(self.rank, progress_of, leaving.get(participant.label))
+            participant.apply_decision(verdict, decision)
 
     def _record_flight(self, verdict: str, state: State) -> None:
         if not self.env.flight:
