@@ -40,8 +40,8 @@ _COLUMNS = {
     "two ranks": "host seconds of a step and its phases while the GPU sleeps, so that the host "
     "waits for nothing but itself, bare, with usbyte, and under DDP with as many buckets as usbyte "
     "has blocks; medians over steps, all three in turns",
-    "per block": "(with usbyte - bare) / blocks of the plan: hooks, gates and engine together, for "
-    "each block that is sent",
+    "per block": "(with usbyte - bare) / blocks of the plan: hooks, pre-hooks and engine together, "
+    "for each block that is sent",
     "per gradient": "the same / number of gradients, and (DDP - bare) / number of gradients",
     "NCCL_COMM_BLOCKING": "as set for all of NCCL's communicators; empty: as who makes one asks",
 }

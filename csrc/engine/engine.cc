@@ -125,6 +125,7 @@ void Engine::wait(int tensor, const std::function<void()>& poll, CudaStream stre
 
 void Engine::wait_reduced(const std::function<void()>& poll, CudaStream stream) {
   State& s = *state_;
+  const Moment began = s.device ? s.device->begin_wait(stream) : Moment();
   {
     MutexLock lock(s.mutex);
     s.faults.check();
@@ -133,7 +134,7 @@ void Engine::wait_reduced(const std::function<void()>& poll, CudaStream stream) 
       return s.launches.step().reduced();
     });
   }
-  if (s.device) s.device->wait_reduced(stream);
+  if (s.device) s.device->wait_reduced(stream, began);
 }
 
 void Engine::release_gathers(CudaStream stream) {
@@ -148,6 +149,7 @@ void Engine::release_gathers(CudaStream stream) {
 
 void Engine::drain(const std::function<void()>& poll, CudaStream stream) {
   State& s = *state_;
+  const Moment began = s.device ? s.device->begin_wait(stream) : Moment();
   {
     MutexLock lock(s.mutex);
     s.faults.check();
@@ -156,7 +158,7 @@ void Engine::drain(const std::function<void()>& poll, CudaStream stream) {
       return s.launches.step().drained();
     });
   }
-  if (s.device) s.device->wait_all(stream);
+  if (s.device) s.device->wait_all(stream, began);
 }
 
 void Engine::fail(const std::string& message) { state_->fail_externally(message); }

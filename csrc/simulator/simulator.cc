@@ -68,8 +68,8 @@ Prediction Simulator::predict(const Plan& plan) {
       if (arrived > end) record.waits.push_back({t, {end, arrived}});
     }
   } else {
-    const bool at_gates = !sharded_ && p.bytes() > 0;
-    const double s_per_byte = at_gates ? p.update_s / static_cast<double>(p.bytes()) : 0;
+    const bool updates_apart = !sharded_ && p.bytes() > 0;
+    const double s_per_byte = updates_apart ? p.update_s / static_cast<double>(p.bytes()) : 0;
     double delay = reduced_late_s_, need_s = -1, update_s = 0;
     for (int t : forward_order(p)) {
       const size_t i = static_cast<size_t>(t);
@@ -78,7 +78,7 @@ Prediction Simulator::predict(const Plan& plan) {
       const double passed = due_s_[i] + delay;
       if (passed > asked) record.waits.push_back({t, {asked, passed}});
       const TensorSpec& spec = p.tensors[i];
-      if (!at_gates) continue;
+      if (!updates_apart) continue;
       if (p.need_s[i] != need_s) {
         record.updates.push_back({});
         need_s = p.need_s[i];

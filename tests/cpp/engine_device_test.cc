@@ -518,7 +518,7 @@ TEST(EngineOnDevice, WritesTheDevicesTimesToTheTimeline) {
     rig.engine->begin_step(rig.compute);
     rig.engine->set_timeline(nullptr);
   }
-  int ops = 0, waits = 0, updates = 0;
+  int ops = 0, waits = 0, waits_for_all = 0, updates = 0;
   for (const auto& event : nlohmann::json::parse(std::ifstream(path))) {
     if (event["ph"] != "X") continue;
     const std::string kind = event["cat"];
@@ -527,6 +527,7 @@ TEST(EngineOnDevice, WritesTheDevicesTimesToTheTimeline) {
       EXPECT_GE(event["dur"].get<double>(), 19e3);
     }
     if (kind == "wait" && event["args"]["step"] == 1) waits += event["dur"].get<double>() > 15e3;
+    waits_for_all += kind == "wait" && event["name"] == "all gradients";
     if (kind == "update") {
       ++updates;
       EXPECT_GE(event["dur"].get<double>(), 9e3);
@@ -534,6 +535,7 @@ TEST(EngineOnDevice, WritesTheDevicesTimesToTheTimeline) {
   }
   EXPECT_EQ(ops, 4);
   EXPECT_EQ(waits, 1);
+  EXPECT_EQ(waits_for_all, 2);
   EXPECT_EQ(updates, 2);
 }
 

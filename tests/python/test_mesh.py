@@ -152,7 +152,7 @@ def compressed(rank, size, topology, spec, policy="ddp", on_device=False):
     adopt = PlanExecutor.switch_plan
 
     def mass(transport):
-        parts = transport._memory.parts
+        parts = transport._codec_state.parts
         return {n: ub.allreduce(parts[n].double(), op=ub.Sum) for n in sorted(parts)}
 
     def watched(transport, plan, learning):
@@ -162,7 +162,7 @@ def compressed(rank, size, topology, spec, policy="ddp", on_device=False):
         masses.append(max((after[n] - before[n]).abs().max().item() for n in before) if before
                       else 0.0)  # fmt: skip
         if any(op.kind == "reduce_scatter" and op.codec == "none" for op in plan.ops):
-            left.append(shares(transport._memory._buffer, plan, rank))
+            left.append(shares(transport._codec_state._buffer, plan, rank))
         places.append(transport.device.core is not None)
 
     PlanExecutor.switch_plan = watched

@@ -223,17 +223,25 @@ Moment DeviceStep::begin_wait(CudaStream stream) {
 void DeviceStep::wait(int tensor, CudaStream stream, const Moment& began) {
   const NamedRange shown(*cuda_, plan_.tensors()[static_cast<size_t>(tensor)].name);
   wait_ops(index_->brought_by(tensor), stream);
+  record_wait(tensor, stream, began);
+}
+
+void DeviceStep::wait_reduced(CudaStream stream, const Moment& began) {
+  if (wait_ops(reductions_, stream)) record_wait(StepRecord::kEveryTensor, stream, began);
+}
+
+void DeviceStep::wait_all(CudaStream stream, const Moment& began) {
+  if (wait_ops(all_ops_, stream)) record_wait(StepRecord::kEveryTensor, stream, began);
+}
+
+void DeviceStep::record_wait(int tensor, CudaStream stream, const Moment& began) {
   if (!began) return;
   Moment through = clock_.mark(stream);
   MutexLock lock(mutex_);
   record_.waits.push_back({tensor, {began, std::move(through)}});
 }
 
-void DeviceStep::wait_reduced(CudaStream stream) { wait_ops(reductions_, stream); }
-
-void DeviceStep::wait_all(CudaStream stream) { wait_ops(all_ops_, stream); }
-
-void DeviceStep::wait_ops(std::span<const int> ops, CudaStream stream) {
+bool DeviceStep::wait_ops(std::span<const int> ops, CudaStream stream) {
   std::vector<std::pair<size_t, Moment>> due;
   {
     MutexLock lock(mutex_);
@@ -243,7 +251,7 @@ void DeviceStep::wait_ops(std::span<const int> ops, CudaStream stream) {
       if (record_.done[i] && !waited) due.emplace_back(i, record_.done[i]);
     }
   }
-  if (due.empty()) return;
+  if (due.empty()) return false;
   check_not_captured(stream);
   for (const auto& [op, done] : due) cuda_->wait(stream, done.event());
   MutexLock lock(mutex_);
@@ -252,6 +260,7 @@ void DeviceStep::wait_ops(std::span<const int> ops, CudaStream stream) {
     const Moment& now = record_.done[op];
     if (now && now.event() == done.event()) waited_[op].push_back(stream);
   }
+  return true;
 }
 
 void DeviceStep::check_not_captured(CudaStream stream) {

@@ -83,12 +83,12 @@ class DeviceStep {
 
   /// When the device comes to a wait on `stream`, for the record; empty if that has no such times.
   Moment begin_wait(CudaStream stream);
-  /// Later work on `stream` comes behind the ops that bring `tensor`, which have been launched;
-  /// behind every reduction; behind all ops. Throws UsageError if the stream is being captured and
-  /// would have to wait.
+  /// Later work on `stream` comes after the ops that bring `tensor`, which have been launched;
+  /// after every reduction; after all ops. The record gets the wait with the time at which it
+  /// `began`. Throws UsageError if the stream is being captured and would have to wait.
   void wait(int tensor, CudaStream stream, const Moment& began);
-  void wait_reduced(CudaStream stream);
-  void wait_all(CudaStream stream);
+  void wait_reduced(CudaStream stream, const Moment& began);
+  void wait_all(CudaStream stream, const Moment& began);
   /// Blocks the host until all that was packed is, and all ops that were launched are over.
   void synchronize();
   /// The same, for so many seconds at most. Returns whether it is.
@@ -105,7 +105,9 @@ class DeviceStep {
 
   void complete(int op, CudaStream stream, std::vector<int>& packed) USBYTE_REQUIRES(packing_);
   void follow(CudaStream stream, CudaStream other);
-  void wait_ops(std::span<const int> ops, CudaStream stream);
+  /// Returns whether the stream has not waited for all of them before.
+  bool wait_ops(std::span<const int> ops, CudaStream stream);
+  void record_wait(int tensor, CudaStream stream, const Moment& began);
   bool timed() const;
   std::vector<Moment> ends() const;
   bool coded(size_t op) const { return plan_.ops()[op].codec != "none"; }

@@ -135,7 +135,7 @@ Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// 512 tensors, neighbours in backward stay together so that 512 are left.
 Plan mergecomp(const Profile&, const NetworkModel&, const PolicyOptions&);
 
-/// A policy, with all that other code knows of it.
+/// A policy, with what all other code needs to know of it.
 struct PolicyEntry {
   Policy plan;
   /// With `PolicyOptions::sharded` its plans scatter everything before they gather.

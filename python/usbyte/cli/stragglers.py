@@ -16,8 +16,9 @@ from usbyte.cli._traces import Span, read_spans
 from usbyte.errors import UsageError
 
 _NOTE = (
-    "Late: how long after the first rank this rank has launched an operation; the most of a step's "
-    "operations. Waits: time in which the training thread, or its stream, waited for gradients."
+    "Medians over steps. Late: how long after the first rank this rank has launched an operation; "
+    "the most of a step's operations. Waits: time that the training thread, or its stream, waited "
+    "for gradients."
 )
 
 _EXAMPLES = """\b
@@ -26,8 +27,10 @@ Example:
   usbyte stragglers trace.*.json
 """
 
-#: A rank is called late if it is late by this share of the step in the median.
+#: Share of a step below which being late, or waiting, is not worth a look.
 _NOTABLE = 0.02
+#: By so much the clocks of hosts may differ.
+_CLOCKS_S = 60.0
 
 
 class RankDelay(NamedTuple):
@@ -55,12 +58,13 @@ class RankDelay(NamedTuple):
 def stragglers(traces: Sequence[Path]) -> None:
     """Tell which rank the others wait for.
 
-    TRACES are the files that USBYTE_TIMELINE has written, one of each rank.
+    TRACES are the files that USBYTE_TIMELINE has written, one of each rank. They must be of one
+    DistributedOptimizer that all these ranks share.
     """
     from rich.console import Console
 
-    spans = [span for path in traces for span in read_spans(path)]
-    delays, step_s = find_delays(spans), typical_step_s(spans)
+    by_rank = one_of_each_rank({path: read_spans(path) for path in traces})
+    delays, step_s = find_delays(by_rank), typical_step_s(by_rank)
     columns = ("rank", "late, ms", "at most", "in step", "waits, ms", "latest at")
     rows = [
         (
@@ -74,91 +78,140 @@ def stragglers(traces: Sequence[Path]) -> None:
     console.print(verdict(delays, step_s), markup=False)
 
 
-def find_delays(spans: Iterable[Span]) -> list[RankDelay]:
+def one_of_each_rank(traces: Mapping[Path, Sequence[Span]]) -> dict[int, Sequence[Span]]:
+    """Checks that the traces are of one run and of different ranks; returns the bars by rank.
+
+    Args:
+        traces: Bars by file.
+
+    Raises:
+        UsageError: They are not; the message names the files.
+    """
+    files: dict[int, Path] = {}
+    for path, spans in traces.items():
+        if not spans:
+            raise UsageError(f"the trace '{path}' has no steps: record the same ones on all ranks")
+        for rank in {span.rank for span in spans}:
+            if rank in files:
+                raise UsageError(
+                    f"'{files[rank]}' and '{path}' are both of rank {rank}: give one file of each"
+                )
+            files[rank] = path
+    if len(files) < 2:
+        raise UsageError(
+            "two traces are needed to compare ranks: give the files of all ranks, as "
+            "USBYTE_TIMELINE=trace.%r.json makes them"
+        )
+    begins = {path: min(span.start_s for span in spans) for path, spans in traces.items()}
+    ends = {path: max(span.end_s for span in spans) for path, spans in traces.items()}
+    last, first = max(begins, key=lambda path: begins[path]), min(ends, key=lambda path: ends[path])
+    if begins[last] > ends[first] + _CLOCKS_S:
+        raise UsageError(
+            f"'{first}' ended {begins[last] - ends[first]:.0f} s before '{last}' began: give the "
+            "files of one run"
+        )
+    return {rank: traces[path] for rank, path in sorted(files.items())}
+
+
+def find_delays(by_rank: Mapping[int, Sequence[Span]]) -> list[RankDelay]:
     """Finds how late each rank launches the ops that all ranks have in their traces.
 
     All ranks complete an op at about the same time. The rank with the shortest op has therefore
     launched it last. That needs no clock that the hosts share.
 
     Args:
-        spans: Bars of the traces of at least two ranks.
+        by_rank: Bars of the traces of at least two ranks.
 
     Returns:
         A delay for each rank, in the order of ranks.
 
     Raises:
-        UsageError: The traces are of fewer than two ranks, or share no op.
+        UsageError: The ranks share no op, or take steps with several optimizers.
     """
     took: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
-    waits: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    ranks = set()
-    for span in spans:
-        ranks.add(span.rank)
-        if span.kind == "communication":
-            took[span.step, span.name][span.rank] = span.end_s - span.start_s
-        elif span.kind == "wait":
-            waits[span.rank][span.step] += span.end_s - span.start_s
-    if len(ranks) < 2:
+    for rank, spans in by_rank.items():
+        for span in spans:
+            if span.kind == "communication":
+                if rank in took[span.step, span.name]:
+                    raise UsageError(
+                        f"rank {rank} has '{span.name}' twice in step {span.step}, so that several "
+                        "DistributedOptimizers take steps: record steps in which only one does"
+                    )
+                took[span.step, span.name][rank] = span.end_s - span.start_s
+    steps: dict[int, dict[int, tuple[float, str]]] = {}
+    for (step, name), took_s in took.items():
+        if took_s.keys() == by_rank.keys():
+            longest, late = max(took_s.values()), steps.setdefault(step, {})
+            for rank in by_rank:
+                delay = (longest - took_s[rank], name)
+                late[rank] = max(late.get(rank, delay), delay)
+    if not steps:
         raise UsageError(
-            f"the traces are of {len(ranks)} ranks, and two are needed: give the files of all "
-            "ranks, as USBYTE_TIMELINE=trace.%r.json makes them"
+            "no operation is in the traces of all ranks: record the same steps, of an optimizer "
+            "that all of them share"
         )
-    late: dict[int, dict[int, tuple[float, str]]] = {rank: {} for rank in ranks}
-    for (step, name), by_rank in took.items():
-        if by_rank.keys() == ranks:
-            longest = max(by_rank.values())
-            for rank, took_s in by_rank.items():
-                delay = (longest - took_s, name)
-                late[rank][step] = max(late[rank].get(step, delay), delay)
-    if not any(late.values()):
-        raise UsageError(
-            "no operation is in the traces of all ranks: record the same steps on all of them"
-        )
-    return [_delay(rank, late[rank], waits[rank]) for rank in sorted(ranks)]
+    return [_delay(rank, spans, steps) for rank, spans in by_rank.items()]
 
 
 def _delay(
-    rank: int, late: Mapping[int, tuple[float, str]], waits: Mapping[int, float]
+    rank: int, spans: Iterable[Span], steps: Mapping[int, Mapping[int, tuple[float, str]]]
 ) -> RankDelay:
-    worst = max(late, key=lambda step: late[step])
-    most_late_s, op = late[worst]
-    typical_s = median(late_s for late_s, _ in late.values())
-    waits_s = median(waits.get(step, 0.0) for step in late)
-    return RankDelay(rank, typical_s, most_late_s, op, worst, waits_s)
-
-
-def typical_step_s(spans: Iterable[Span]) -> float | None:
-    """Returns the median seconds between the first ops of two steps; None if unknown."""
-    firsts: dict[int, dict[int, float]] = defaultdict(dict)
+    waits: dict[int, float] = defaultdict(float)
     for span in spans:
-        if span.kind == "queue":
-            first = firsts[span.rank].get(span.step, span.start_s)
-            firsts[span.rank][span.step] = min(first, span.start_s)
-    lengths = [
-        by_step[step + 1] - start
-        for by_step in firsts.values()
-        for step, start in by_step.items()
-        if step + 1 in by_step
-    ]
-    return median(lengths) if lengths else None
+        if span.kind == "wait":
+            waits[span.step] += span.end_s - span.start_s
+    # Ranks complete an op at slightly different times, so that each is a little late at some op.
+    late = {
+        step: delays[rank][0] - min(late_s for late_s, _ in delays.values())
+        for step, delays in steps.items()
+    }
+    worst = max(late, key=lambda step: late[step])
+    return RankDelay(
+        rank,
+        median(late.values()),
+        late[worst],
+        steps[worst][rank][1],
+        worst,
+        median(waits.get(step, 0.0) for step in steps),
+    )
 
 
-def verdict(delays: Sequence[RankDelay], step_s: float | None) -> str:
-    """Says in a sentence which ranks the others wait for.
+def typical_step_s(by_rank: Mapping[int, Sequence[Span]]) -> float:
+    """Returns the median seconds between the first ops of two steps.
+
+    Raises:
+        UsageError: The traces have no two steps in a row.
+    """
+    lengths = []
+    for spans in by_rank.values():
+        begins: dict[int, float] = {}
+        for span in spans:
+            if span.kind == "queue":
+                begins[span.step] = min(begins.get(span.step, span.start_s), span.start_s)
+        lengths += [begins[step + 1] - at for step, at in begins.items() if step + 1 in begins]
+    if not lengths:
+        raise UsageError("the traces have no two steps in a row: record some more steps")
+    return median(lengths)
+
+
+def verdict(delays: Sequence[RankDelay], step_s: float) -> str:
+    """Says which ranks the others wait for.
 
     Args:
         delays: The delay of each rank.
-        step_s: Seconds of a step; None to give no share of it.
+        step_s: Seconds of a step.
     """
-    last = max(delays, key=lambda delay: delay.late_s)
-    share = "" if not step_s else f", {last.late_s / step_s:.0%} of a step"
-    if step_s and last.late_s < _NOTABLE * step_s:
+    waited_s = max(delay.wait_s for delay in delays)
+    if waited_s < _NOTABLE * step_s:
         return (
-            f"No rank is a straggler: none is later than {last.late_s * 1e3:.1f} ms in the median "
-            f"step{share}. What ranks wait for is the network."
+            f"No rank waits for more than {waited_s / step_s:.1%} of a step: compute sets the pace."
         )
-    return (
-        f"The others wait for rank {last.rank}: in the median step it launches an operation "
-        f"{last.late_s * 1e3:.1f} ms after the first rank{share}. Look at what that rank computes "
-        "or loads in the meantime."
+    late = [delay for delay in delays if delay.late_s >= _NOTABLE * step_s]
+    if not late:
+        return "No rank is later than the others: what they wait for is the network."
+    late.sort(key=lambda delay: -delay.late_s)
+    told = ", ".join(
+        f"rank {rank} ({late_s * 1e3:.1f} ms late, {late_s / step_s:.0%} of a step)"
+        for rank, late_s, *_ in late
     )
+    return f"The others wait for {told}: look at what is computed or loaded there in the meantime."

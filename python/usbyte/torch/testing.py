@@ -19,7 +19,9 @@ import torch
 from usbyte.errors import UsageError
 from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from usbyte.torch.optimizer.step_controller import StepController
+from usbyte.torch.plan.drift import StepTimeMonitor
 from usbyte.torch.plan.lifecycle import PlanLifecycle
+from usbyte.torch.plan.sparse import DensityMonitor
 
 
 def request_plan(optimizer: DistributedOptimizer) -> None:
@@ -45,28 +47,23 @@ def simulate_step_time_change(optimizer: DistributedOptimizer) -> None:
     Raises:
         UsageError: The optimizer sends no gradients, or its plan does not follow the step time.
     """
-    monitor = _lifecycle(optimizer)._step_time_monitor
-    if monitor is None:
-        raise UsageError('the plan follows the step time with policy="auto" only')
-
-    def reset(baseline_s: float | None = None) -> None:
-        for name in ("step", "reset"):
-            vars(monitor).pop(name, None)
-        monitor.reset(baseline_s)
-
-    vars(monitor).update(wanted=True, step=lambda now: None, reset=reset)
+    _replace_until_reset(_step_time_monitor(optimizer), wanted=True, step=lambda now: None)
 
 
 def simulate_density_change(optimizer: DistributedOptimizer) -> None:
     """Makes this rank see the numbers of rows of its sparse gradients as changed for good.
 
+    The rank votes for a new plan after three windows of steps, and no more once one is in force.
+
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer, with `policy="auto"` and sparse gradients.
 
     Raises:
-        UsageError: The optimizer sends no gradients.
+        UsageError: The optimizer sends no gradients, or its plan does not follow them.
     """
-    _lifecycle(optimizer)._density_monitor._outdated = lambda counts: True
+    _step_time_monitor(optimizer)  # the plan follows both or none
+    monitor = _lifecycle(optimizer)._density_monitor
+    _replace_until_reset(monitor, _outdated=lambda counts: True)
 
 
 def expected_step_s(optimizer: DistributedOptimizer) -> float | None:
@@ -129,3 +126,26 @@ def _controller(optimizer: DistributedOptimizer) -> StepController:
 
 def _lifecycle(optimizer: DistributedOptimizer) -> PlanLifecycle:
     return _controller(optimizer).reducer._lifecycle
+
+
+def _step_time_monitor(optimizer: DistributedOptimizer) -> StepTimeMonitor:
+    monitor = _lifecycle(optimizer)._step_time_monitor
+    if monitor is None:
+        raise UsageError('the plan follows step times and densities with policy="auto" only')
+    return monitor
+
+
+def _replace_until_reset(monitor: StepTimeMonitor | DensityMonitor, **replaced: object) -> None:
+    """Replaces attributes of a monitor until its `reset` is called."""
+    attributes = vars(monitor)
+    if "reset" in attributes:  # replaced already
+        return
+    before = {name: attributes[name] for name in replaced if name in attributes}
+
+    def reset(*args: float | None) -> None:
+        for name in ("reset", *replaced):
+            attributes.pop(name, None)
+        attributes.update(before)
+        monitor.reset(*args)
+
+    attributes.update(replaced, reset=reset)

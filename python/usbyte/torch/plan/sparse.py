@@ -310,15 +310,15 @@ class Rows:
         self.ids = ids.clone(memory_format=torch.contiguous_format)
         self.values = values.clone(memory_format=torch.contiguous_format)
 
-    def give(self, engine: _core.Engine, slot: int) -> None:
+    def give(self, engine: _core.Engine, tensor: int) -> None:
         """Passes the rows to the engine, which reads them until the tensor has arrived.
 
         Args:
             engine: The engine of the plan.
-            slot: Index of the tensor in the plan.
+            tensor: Index of the tensor in the plan.
         """
         engine.ready_rows(
-            slot, self.ids.data_ptr(), len(self.ids), self.values.data_ptr(),
+            tensor, self.ids.data_ptr(), len(self.ids), self.values.data_ptr(),
             self._device.stream(), 0 if self.count is None else self.count.data_ptr(),
         )  # fmt: skip
 

@@ -172,8 +172,8 @@ class PlanExecutor:
     def record_update(self, indices: Sequence[int], start: Mark) -> None:
         """Adds an update of `indices`, begun at `start` and completed now, to the timeline."""
         if self.writer is not None:
-            slots = [self.tensor_of_param[i] for i in indices]
-            self.device.record_update(self.engine, slots, start, self.device.now())
+            tensors = [self.tensor_of_param[i] for i in indices]
+            self.device.record_update(self.engine, tensors, start, self.device.now())
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
         """Records the timeline into `writer` from the next step on; None stops."""
