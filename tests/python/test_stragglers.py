@@ -59,7 +59,7 @@ def test_ranks_that_are_late_in_turn_wait_for_the_network():
     # Each completes an op a little earlier than the other one.
     ranks = {r: [flight(r, 0, op, 0, 0.5 + 0.1 * (op == "ab"[r])) for op in "ab"] for r in (0, 1)}
     delays = find_delays(ranks)
-    assert [delay.late_s for delay in delays] == [0, 0]
+    assert [delay.late_s for delay in delays] == pytest.approx([0, 0])
     waiting = [delay._replace(wait_s=0.3) for delay in delays]
     assert "what they wait for is the network" in verdict(waiting, 1.0)
 
@@ -85,7 +85,7 @@ def test_traces_that_cannot_be_compared_are_refused():
     ]:
         with pytest.raises(UsageError, match=text):
             one_of_each_rank(traces)
-    other = [span._replace(name="other") for span in ranks[1]]
+    other = [span._replace(name=f"other {span.name}") for span in ranks[1]]
     with pytest.raises(UsageError, match="in the traces of all ranks"):
         find_delays({0: ranks[0], 1: other})
     with pytest.raises(UsageError, match="rank 0 has 'a' twice in step 0"):
