@@ -18,8 +18,8 @@ class EmulatedDevice(CudaDevice):
     Everything of usbyte's own, copies and events, goes as it does on a device.
     """
 
-    def __init__(self) -> None:
-        self.cuda = _core.make_emulated_cuda(most_delay_s=2e-4)
+    def __init__(self, most_delay_s: float = 2e-4) -> None:
+        self.cuda = _core.make_emulated_cuda(most_delay_s=most_delay_s)
         super().__init__(torch.device("cpu"), self.cuda)
 
     def stream(self) -> int:
@@ -41,9 +41,13 @@ class EmulatedDevice(CudaDevice):
         return tensor
 
 
-def emulate() -> EmulatedDevice:
-    """From now on parameters of this process count as on that device."""
-    device = EmulatedDevice()
+def emulate(most_delay_s: float = 2e-4) -> EmulatedDevice:
+    """From now on parameters of this process count as on that device.
+
+    Args:
+        most_delay_s: Seconds by which work on a stream is late at most.
+    """
+    device = EmulatedDevice(most_delay_s)
     module = importlib.import_module("usbyte.torch.runtime.device")
     module.device_at = lambda _: device
     return device
