@@ -425,11 +425,11 @@ def test_an_update_that_is_going_on_ends_before_anything_is_decided():
     assert type(param) is nn.Parameter
 
 
-def test_nobody_else_lets_go_of_what_is_dirty():
-    """As forward pre-hooks do, which note who reads a parameter, and updates."""
+def test_unusable_params_stay_blocked_if_others_unwrap_them():
+    """Forward pre-hooks and updates unwrap parameters, too."""
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    salvage = ParamRecovery(params, lambda: False, lambda completes: None)
-    salvage.apply_decision("lost", RecoveryDecision("step 3 was applied in part"))
+    recovery = ParamRecovery(params, lambda: False, lambda completes: None)
+    recovery.apply_decision("lost", RecoveryDecision("step 3 was applied in part"))
     for param in params:
         unwrap(param)
         make_lazy(param, unwrap)
@@ -437,7 +437,7 @@ def test_nobody_else_lets_go_of_what_is_dirty():
             param.sum()
     with torch.no_grad():
         params[0].copy_(torch.zeros(3))
-    salvage.block_reads()  # an update has ended late
+    recovery.block_reads()  # an update has ended late
     assert params[0].sum() == 0
     with pytest.raises(FaultError):
         params[1].sum()

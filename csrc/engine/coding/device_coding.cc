@@ -233,7 +233,8 @@ class HostedOp final : public DeviceOp {
   RowsView rows() const override { return host_->rows(); }
   void sum(SparseRows rows) override {
     host_->sum(std::move(rows));
-    // No communicator does: what was encoded, and the state that it left, is on the device first.
+    // No communicator waits for the stream of the message here. The codec state is copied on that
+    // stream, and must be on the device before the op is done.
     for (CudaEvent encoded : request_.order->after) cuda().wait(in(), encoded);
     cuda().record(request_.order->done, in());
   }

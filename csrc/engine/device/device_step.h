@@ -25,7 +25,7 @@ struct DeviceRecord {
   int64_t step = 0;
   std::vector<Moment> ready;                                     // by tensor
   std::vector<Moment> queued, launched, done;                    // by op
-  std::vector<std::pair<int, std::pair<Moment, Moment>>> waits;  // by tensor waited for
+  std::vector<std::pair<int, std::pair<Moment, Moment>>> waits;  // by tensor, or kEveryTensor
   std::vector<std::pair<std::vector<int>, std::pair<Moment, Moment>>> updates;
   std::map<int, SparseTraffic> sparse;  // by op
 
