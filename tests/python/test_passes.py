@@ -58,7 +58,7 @@ def _train(model, opt, passes, rank, average):
 
 
 def _with_late_passes(rank, size):
-    """By passes and overlap: how far from what averaging by hand gives, and the overlap then."""
+    """By passes, overlap and policy: distance from averaging by hand, and the overlap at the end."""
     ub.init()
     found = {}
     for name, passes in _PASSES.items():
@@ -71,18 +71,19 @@ def _with_late_passes(rank, size):
 
         sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
         _train(reference, sgd, passes, rank, average)
-        for overlap in ("forward", "auto"):
+        for overlap, policy in (("forward", "ddp"), ("auto", "ddp"), ("auto", "auto")):
             model = _Heads()
             opt = ub.DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1),
                 model.named_parameters(),
                 overlap=overlap,
+                policy=policy,
             )
             _train(model, opt, passes, rank, lambda: None)
             opt.synchronize()
             rows = zip(model.parameters(), reference.parameters(), strict=True)
             apart = max(float((a - b).detach().abs().max()) for a, b in rows)
-            found[f"{name}, {overlap}"] = apart, opt.decision.overlap
+            found[f"{name}, {overlap}, {policy}"] = apart, opt.decision.overlap
             opt.close()
     return found
 
@@ -92,7 +93,9 @@ def test_a_second_pass_after_learning():
     for found in run_ranks(2, _with_late_passes, env=_ENV, timeout=90):
         for how, (apart, overlap) in found.items():
             assert apart < 1e-6, how
-            assert overlap == ("forward" if how.endswith("forward") else "backward")
+            _, setting, policy = how.split(", ")
+            if policy == "ddp":  # policy "auto" may still try plans in the last step
+                assert overlap == ("forward" if setting == "forward" else "backward"), how
 
 
 class _SharpnessAware(torch.optim.Optimizer):
