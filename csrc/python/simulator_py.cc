@@ -34,7 +34,17 @@ void register_simulator(py::module_& m) {
         return Simulator(profile, network, overlap_from_name(overlap), sharded).bound_s();
       },
       py::arg("profile"), py::arg("network"), py::arg("overlap") = "forward",
-      py::arg("sharded") = false, "Least seconds of a step, whatever the plan, without codecs.");
+      py::arg("sharded") = false,
+      "Least seconds of a step that bytes allow, whatever the plan, without codecs.");
+  m.def(
+      "latency_bound_s",
+      [](const Profile& profile, const NetworkModel& network, const std::string& overlap,
+         bool sharded) {
+        return Simulator(profile, network, overlap_from_name(overlap), sharded).latency_bound_s();
+      },
+      py::arg("profile"), py::arg("network"), py::arg("overlap") = "forward",
+      py::arg("sharded") = false,
+      "Least seconds of a step that bytes and startups allow, at least bound_s.");
 }
 
 }  // namespace usbyte

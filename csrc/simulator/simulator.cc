@@ -20,6 +20,12 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
+// So many ops in flight have costs of their own.
+int windows(const NetworkModel& network) {
+  return static_cast<int>(std::max(
+      {network.all_reduce.size(), network.reduce_scatter.size(), network.all_gather.size()}));
+}
+
 }  // namespace
 
 Simulator::Simulator(const Profile& profile, NetworkModel network, Overlap overlap, bool sharded,
@@ -201,8 +207,33 @@ const Topology& Simulator::mesh() const {
   throw UsageError("simulator: a plan has routes or dimensions, but the network no dimensions");
 }
 
-double Simulator::bound_s() const {
-  if (sharded_) return sharded_bound_s();
+double Simulator::bound_s() const { return ending(sharded_ ? sharded_bound_s({}) : bound_s({})); }
+
+double Simulator::latency_bound_s() const {
+  const Latencies all_reduce = latencies(Collective::all_reduce);
+  const Latencies scatter = latencies(Collective::reduce_scatter);
+  const Latencies gather = latencies(Collective::all_gather);
+  if (sharded_) return ending(sharded_bound_s({scatter, gather}));
+  if (network_.topology) return bound_s();  // routes have no startups of their own
+  Latencies least{std::min(all_reduce.first_byte_s, scatter.first_byte_s),
+                  std::min(all_reduce.op_s, scatter.op_s + gather.op_s)};
+  if (network_.one_shot.most_bytes > 0) {
+    least = {0, std::min(least.op_s, network_.one_shot.latency_s)};
+  }
+  return ending(bound_s(least));
+}
+
+Simulator::Latencies Simulator::latencies(Collective kind) const {
+  Latencies least{kNever, kNever};
+  for (int k = 1; k <= windows(network_); ++k) {
+    const AlphaBeta cost = network_.cost(kind, k);
+    least.first_byte_s = std::min(least.first_byte_s, cost.latency_s());
+    least.op_s = std::min(least.op_s, cost.alpha_s);
+  }
+  return least;
+}
+
+double Simulator::bound_s(const Latencies& startup) const {
   const double s_per_byte = network_.least_beta();
   const auto later = [&](int a, int b) {
     return due_s_[static_cast<size_t>(a)] > due_s_[static_cast<size_t>(b)];
@@ -211,16 +242,19 @@ double Simulator::bound_s() const {
   std::vector<double> rest_s(due_s_.size());
   double now = 0, delay = 0;
   for (size_t next = 0; next < backward_order_.size() || !ready.empty();) {
-    const double release = next < backward_order_.size()
-                               ? profile_->ready_s[static_cast<size_t>(backward_order_[next])]
-                               : kNever;
+    const double release =
+        next < backward_order_.size()
+            ? profile_->ready_s[static_cast<size_t>(backward_order_[next])] + startup.first_byte_s
+            : kNever;
     if (ready.empty()) now = std::max(now, release);
     if (next < backward_order_.size() && release <= now) {
-      const int t = backward_order_[next++];
-      const TensorSpec& spec = profile_->tensors[static_cast<size_t>(t)];
-      rest_s[static_cast<size_t>(t)] =
-          s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
-      ready.push(t);
+      const auto t = static_cast<size_t>(backward_order_[next++]);
+      const TensorSpec& spec = profile_->tensors[t];
+      rest_s[t] = s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
+      ready.push(static_cast<int>(t));
+      if (!spec.sparse() && spec.numel > 0) {
+        delay = std::max(delay, profile_->ready_s[t] + startup.op_s - due_s_[t]);
+      }
       continue;
     }
     const size_t t = static_cast<size_t>(ready.top());
@@ -233,7 +267,7 @@ double Simulator::bound_s() const {
       now = release;
     }
   }
-  return ending(iteration_s_ + delay);
+  return iteration_s_ + delay;
 }
 
 double Simulator::ending(double bound_s) const {
@@ -242,30 +276,32 @@ double Simulator::ending(double bound_s) const {
 }
 
 // Scatters keep the channel busy from the first gradient on; gathers follow in due order.
-double Simulator::sharded_bound_s() const {
+double Simulator::sharded_bound_s(const ShardLatencies& startups) const {
   const auto transfer_s = [&](Collective kind, int tensor) {
     double s_per_byte = kNever;
-    const size_t windows = std::max(
-        {network_.all_reduce.size(), network_.reduce_scatter.size(), network_.all_gather.size()});
-    for (int k = 1; k <= static_cast<int>(windows); ++k) {
+    for (int k = 1; k <= windows(network_); ++k) {
       s_per_byte = std::min(s_per_byte, network_.cost(kind, k).beta_s_per_byte);
     }
     const TensorSpec& spec = profile_->tensors[static_cast<size_t>(tensor)];
     return s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
   };
-  double now = 0;
+  const auto& [scatter, gather] = startups;
+  double now = 0, end_s = 0;
   for (int t : backward_order_) {
-    now = std::max(now, profile_->ready_s[static_cast<size_t>(t)]) +
-          transfer_s(Collective::reduce_scatter, t);
+    const double ready_s = profile_->ready_s[static_cast<size_t>(t)];
+    now = std::max(now, ready_s + scatter.first_byte_s) + transfer_s(Collective::reduce_scatter, t);
+    end_s = std::max({end_s, now, ready_s + scatter.op_s});
   }
-  const double end = profile_->backward_end_s();
-  double delay = std::max(now - end, 0.0);
-  now = end + delay + shard_update_s_;
+  const double backward_s = profile_->backward_end_s();
+  double delay = std::max(end_s - backward_s, 0.0);
+  const double updated_s = backward_s + delay + shard_update_s_;
+  now = updated_s + gather.first_byte_s;
   for (int t : forward_order(*profile_)) {
     now += transfer_s(Collective::all_gather, t);
-    delay = std::max(delay, now - due_s_[static_cast<size_t>(t)]);
+    const double arrived_s = std::max(now, updated_s + gather.op_s);
+    delay = std::max(delay, arrived_s - due_s_[static_cast<size_t>(t)]);
   }
-  return ending(iteration_s_ + delay);
+  return iteration_s_ + delay;
 }
 
 }  // namespace usbyte

@@ -594,6 +594,9 @@ class Engine:
 def bound_s(
     profile: Profile, network: NetworkModel, overlap: str = "forward", sharded: bool = False
 ) -> float: ...
+def latency_bound_s(
+    profile: Profile, network: NetworkModel, overlap: str = "forward", sharded: bool = False
+) -> float: ...
 
 class SgdOptions:
     def __init__(

@@ -229,10 +229,38 @@ TEST(Simulator, NoPlanGoesBelowTheBound) {
       const Plan plan = random_plan(rng, p.tensors);
       const double step = simulator.step_s(plan);
       EXPECT_TRUE(std::isfinite(step));
-      EXPECT_GE(step, simulator.bound_s() - 1e-9);
+      EXPECT_GE(step, simulator.latency_bound_s() - 1e-9);
+      EXPECT_GE(simulator.latency_bound_s(), simulator.bound_s());
       EXPECT_GE(step, p.iteration_s());
     }
   }
+}
+
+// One gradient, ready after 6 s of an iteration that ends then; its 4 bytes take 4 s.
+TEST(Simulator, TheLatencyBoundHasOneStartup) {
+  Profile p;
+  p.tensors = {{"a", 1, DType::float32, 0}};
+  p.need_s = {0};
+  p.ready_s = {6};
+  p.step_s = 6;
+  const auto bounds = [&](const NetworkModel& network) {
+    const Simulator simulator(p, network, Overlap::backward);
+    return std::pair(simulator.bound_s(), simulator.latency_bound_s());
+  };
+  EXPECT_EQ(bounds({4, {{0, 1}}}), std::pair(10.0, 10.0));
+  // A scatter's startup, half of an all_reduce's, before the first byte.
+  EXPECT_EQ(bounds({4, {{2, 1}}}), std::pair(10.0, 11.0));
+  EXPECT_EQ(bounds({4, {{2, 1, 2}}}), std::pair(10.0, 10.0));    // bytes flow at once
+  EXPECT_EQ(bounds({4, {{20, 1, 20}}}), std::pair(10.0, 26.0));  // the whole op
+  NetworkModel network{4, {{20, 1}}};
+  network.one_shot = {100, 7, 1};
+  EXPECT_EQ(bounds(network), std::pair(10.0, 13.0));
+  const NetworkModel split{4, {{20, 1}}, {{1, 0.5}}, {{2, 0.5}}};
+  EXPECT_EQ(bounds(split), std::pair(10.0, 11.0));
+  // Sharded: both startups, one after the other.
+  const Simulator sharded(p, split, Overlap::forward, true);
+  EXPECT_EQ(sharded.bound_s(), 10);
+  EXPECT_EQ(sharded.latency_bound_s(), 13);
 }
 
 TEST(Simulator, ABoundThatNeverEndsIsAnError) {
@@ -243,6 +271,7 @@ TEST(Simulator, ABoundThatNeverEndsIsAnError) {
   for (bool sharded : {false, true}) {
     const Simulator simulator(p, network, Overlap::forward, sharded);
     EXPECT_THROW(simulator.bound_s(), UsageError);
+    EXPECT_THROW(simulator.latency_bound_s(), UsageError);
   }
 }
 

@@ -161,7 +161,7 @@ def casts(rank, size):
             net.register_comm_hook(None, hook)
         else:
             opt = ub.DistributedOptimizer(
-                opt, model.named_parameters(), overlap=mode, compression=codec
+                opt, model.named_parameters(), overlap=mode, compression=codec, policy="ddp"
             )
         data = torch.Generator().manual_seed(rank)
         for _ in range(12):

@@ -58,7 +58,7 @@ def _train(model, opt, passes, rank, average):
 
 
 def _with_late_passes(rank, size):
-    """By passes, overlap and policy: distance from averaging by hand, and the overlap at the end."""
+    """By passes, overlap and policy: distance from averaging by hand, and the last overlap."""
     ub.init()
     found = {}
     for name, passes in _PASSES.items():

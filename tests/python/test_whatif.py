@@ -15,7 +15,7 @@ from usbyte.cli import main
 from usbyte.errors import UsageError
 from usbyte.planning import whatif
 from usbyte.planning.layout import tensor_specs
-from usbyte.planning.whatif import COMPUTE, NETWORK, SOFTWARE, TOLERANCE, examine
+from usbyte.planning.whatif import COMPUTE, LATENCY, NETWORK, SOFTWARE, TOLERANCE, examine
 
 MEGA = 1_000_000
 
@@ -44,9 +44,12 @@ def test_one_gradient_has_a_closed_form(latency_s):
     room_s = compute_s / target - compute_s
     point = examine(only, network, target)
     assert point.ddp.scaling == pytest.approx(compute_s / (compute_s + alpha_s + bytes_s))
-    for outcome, startup_s in ((point.ddp, alpha_s), (point.plan, alpha_s), (point.bound, 0.0)):
+    # No byte flows before a scatter's startup, which is half of an all_reduce's.
+    startups = (point.ddp, alpha_s), (point.latency_bound, alpha_s / 2), (point.bound, 0.0)
+    for outcome, startup_s in startups:
         needed = bytes_s / (room_s - startup_s)
         assert needed * (1 - 1e-9) <= outcome.ratio <= needed * TOLERANCE
+    assert point.latency_bound.ratio <= point.plan.ratio <= point.ddp.ratio * TOLERANCE
     assert point.verdict == NETWORK
 
 
@@ -54,6 +57,7 @@ def test_startups_are_beyond_compression():
     point = examine(job((MEGA, 0.0, 0.1)), ring(1, latency_s=1e-3), 0.95)
     assert point.ddp.ratio == point.plan.ratio == math.inf
     assert 1 < point.bound.ratio < math.inf
+    assert point.latency_bound.ratio == math.inf
     assert "no compression is enough here" in whatif.advice([point])
 
 
@@ -67,8 +71,9 @@ def test_more_bandwidth_never_hurts():
     assert points[0].verdict == NETWORK
     assert points[-1].verdict == COMPUTE
     for point in points:
-        assert point.bound.scaling >= point.plan.scaling - 1e-12
-        assert point.bound.ratio <= point.plan.ratio <= point.ddp.ratio
+        assert point.bound.scaling >= point.latency_bound.scaling >= point.plan.scaling - 1e-12
+        assert point.bound.ratio <= point.latency_bound.ratio <= point.plan.ratio
+        assert point.plan.ratio <= point.ddp.ratio
 
 
 @pytest.mark.parametrize("target", [0.7, 0.95])
@@ -99,6 +104,14 @@ def test_the_verdict_agrees_with_the_numbers():
         assert (point.verdict == COMPUTE) == (point.ddp.ratio == 1)
         assert (point.verdict == NETWORK) == (point.bound.ratio > 1)
     assert verdicts == {1: NETWORK, 5: SOFTWARE, 100: COMPUTE}
+
+
+def test_startups_that_a_fast_link_cannot_hide_are_latency():
+    # 14 startups of 0.5 ms for each of two collectives, and next to no time for the bytes.
+    point = examine(job((MEGA, 0.0, 0.1)), ring(1000, latency_s=5e-4), 0.95)
+    assert point.bound.scaling > 0.95 > point.latency_bound.scaling
+    assert point.verdict == LATENCY
+    assert point.ddp.ratio == math.inf
 
 
 def test_least_ratio_is_the_threshold():

@@ -113,10 +113,11 @@ Plan themis(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// usbyte's own, "auto": unequal all_reduces over the flat buffer (or reduce_scatters and
 /// all_gathers where they cost less), cut inside and across tensors, one or several in flight, with
 /// exact batching of what backward leaves; the best of several such drafts and of all other
-/// policies under the simulator, after a local search. Never worse than any other policy in the
-/// model (with codecs: than any but bytecomp, which may leave tensors as they are); DDP's plan
-/// where less than 1 % is to be won. Best where alpha and beta were measured. Where the network has
-/// dimensions, all_reduces are routed through them if that gains 1 % of the step.
+/// policies under the simulator, after a local search. In the model it is never worse than any
+/// other policy, at any bucket size, at the sizes that tuners try (rivals.h), with codecs or
+/// without; of plans that are nearly as good it takes the one with the fewest ops. Where codecs do
+/// not pay, gradients go without. Best where alpha and beta were measured. Where the network has
+/// dimensions, all_reduces are routed through them if that is faster.
 Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// MergeComp: gradients that follow one another in backward are merged, each group is encoded, sent

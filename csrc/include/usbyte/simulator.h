@@ -51,6 +51,11 @@ class Simulator {
   /// and without startups (Horn, "Some simple scheduling algorithms", 1974). Of plans without
   /// codecs: those with some send less.
   double bound_s() const;
+  /// The same with the least startups, at least `bound_s`: a gradient's first byte flows no sooner
+  /// than a startup after the gradient is ready, or half of one if it is scattered first, and it
+  /// arrives no sooner than after the shortest op. What a step takes beyond that is up to the plan
+  /// and the software, not to the network.
+  double latency_bound_s() const;
 
   /// When the last op of the last prediction completed.
   double end_s() const { return end_s_; }
@@ -64,7 +69,17 @@ class Simulator {
   template <bool kCodes>  // with times of codecs; planners try many plans without
   void play(const Plan& plan, StepRecord* record);
   const Topology& mesh() const;
-  double sharded_bound_s() const;
+
+  // The least that startups take: until the first byte of an op flows, and a whole op.
+  struct Latencies {
+    double first_byte_s = 0, op_s = 0;
+  };
+  struct ShardLatencies {
+    Latencies scatter, gather;
+  };
+  Latencies latencies(Collective kind) const;
+  double bound_s(const Latencies& startup) const;
+  double sharded_bound_s(const ShardLatencies& startups) const;
   double ending(double bound_s) const;
 
   const Profile* profile_;

@@ -9,19 +9,19 @@
 #include "coarse.h"
 #include "coded.h"
 #include "local_search.h"
-#include "policy/support/priority_trace.h"
+#include "rivals.h"
 #include "routed.h"
+#include "search.h"
 #include "usbyte/policy.h"
 #include "usbyte/simulator.h"
 
 namespace usbyte {
 namespace {
 
-constexpr int kImproved = 2;          // drafts of a kind that the local search gets
 constexpr double kSimpler = 0.002;    // of the iteration: what fewer ops may cost
 constexpr double kCredited = 0.5;     // of the overlap of startups, while searching
-constexpr int64_t kWork = 500'000;    // of one local search: some 100 ms
 constexpr size_t kManyTensors = 250;  // of which most are too small to search with each
+constexpr double kRounding = 1e-9;    // of a step
 constexpr int64_t kParts = 400;       // of a job with as many; 0.25 % of its bytes and time each
 
 // How a draft is made.
@@ -183,65 +183,44 @@ NetworkModel cautious(NetworkModel network) {
   return network;
 }
 
-// Of so many parts, startups alone rule a plan out, and its simulation would take long.
-constexpr int64_t kMostParts = 100'000;
-
-bool too_many_parts(const PolicyEntry& policy, const Profile& profile,
-                    const PolicyOptions& options) {
-  return policy.count_parts && policy.count_parts(profile, options) > kMostParts;
-}
-
-// What the other policies make of it, under sizes that their authors tune.
-std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
-                         const PolicyOptions& given) {
-  std::vector<Plan> out;
-  for (const auto& [name, policy] : policies()) {
-    if (name == "auto" || (given.sharded && !policy.shards)) continue;
-    if (too_many_parts(policy, profile, given)) continue;
-    out.push_back(policy.plan(profile, network, given));
-  }
-  for (int64_t mb : {1, 4, 16, 64, 256}) {
-    PolicyOptions options = given;
-    options.bucket_bytes = options.partition_bytes = options.fusion_bytes = mb << 20;
-    options.credit_bytes = 2 * options.partition_bytes;
-    if (given.sharded) {
-      out.push_back(dear(profile, network, options));
-      continue;
-    }
-    out.push_back(ddp(profile, network, options));
-    if (too_many_parts(policies().at("bytescheduler"), profile, options)) continue;
-    out.push_back(bytescheduler(profile, network, options));
-  }
-  return out;
-}
-
 }  // namespace
 
 Plan automatic(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
   if (network.topology) return automatic_routed(profile, network, options);
   if (!options.codec_of.empty()) return automatic_coded(profile, network, options);
+  return automatic_searched(profile, network, options, {kSearchWork, 2});
+}
+
+Plan automatic_searched(const Profile& profile, const NetworkModel& network,
+                        const PolicyOptions& options, SearchEffort effort) {
   Simulator simulator(profile, network, options.overlap, options.sharded);
-  const Plan fallback =
+  const Plan usual =
       options.sharded ? dear(profile, network, options) : ddp(profile, network, options);
-  if (profile.tensors.empty()) return fallback;
+  if (profile.tensors.empty()) return usual;
+  Candidates all;
+  const auto consider = [&](Plan plan) {
+    const double lateness_s = simulator.lateness_s(plan);
+    const auto ops = Candidates::count_ops(plan, network.one_shot);
+    all.add(lateness_s, ops, std::move(plan));
+  };
+  consider(usual);
+  // What no plan can improve on.
+  const double least_s = simulator.latency_bound_s() * (1 + kRounding) - simulator.iteration_s();
+  if (all.least_s() <= least_s) return usual.with_ops("auto", usual.ops());
+  for_each_rival(profile, network, options, consider);
+  const double others_s = all.least_s();
+  const auto chosen = [&] {
+    // What is hidden for others may have less time to spare here, but must not come late.
+    const Plan& plan = all.choose(std::max(others_s, 0.0), kAlmost * profile.iteration_s());
+    return plan.with_ops("auto", plan.ops());
+  };
+  if (others_s <= least_s) return chosen();
+
   const NetworkModel assumed = cautious(network);
   const Profile job = profile.tensors.size() > kManyTensors ? coarse(profile, kParts) : profile;
   Simulator searched(job, assumed, options.overlap, options.sharded);
   const Plan layout = wfbp(job, network, options);
   const DraftCosts costs(assumed, searched.due_s());
-
-  std::vector<Candidate> all;
-  const auto consider = [&](Plan plan) {
-    all.push_back({simulator.lateness_s(plan), count_ops(plan, network.one_shot), std::move(plan)});
-    return all.back().lateness_s;
-  };
-  double others_s = consider(fallback);
-  const double nothing_to_win = simulator.step_s(fallback) * (1 - kWorthwhile);
-  if (simulator.bound_s() >= nothing_to_win) return fallback.with_ops("auto", fallback.ops());
-  for (Plan& plan : others(profile, network, options)) {
-    others_s = std::min(others_s, consider(std::move(plan)));
-  }
-
   std::vector<std::pair<double, Draft>> drafts;
   PlanBuilder builder(job, layout, searched.due_s());
   for (const HeuristicParams& params :
@@ -252,23 +231,23 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
       draft.gathers_as_scattered = as_scattered;
       const Plan plan = build(draft, layout, costs);
       drafts.emplace_back(searched.lateness_s(plan), draft);
-      consider(fallback.with_ops("auto", plan.ops()));
+      consider(usual.with_ops("auto", plan.ops()));
     }
   }
   std::stable_sort(drafts.begin(), drafts.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
-  LocalSearch search(searched, layout, costs, kWork, searched.bound_s() - searched.iteration_s());
   std::map<std::pair<int, bool>, int> improved;  // neither of which the search changes
+  for (const auto& [_, draft] : drafts) improved[{draft.in_flight, draft.split}] = 0;
+  const int64_t work = effort.work / (2 * effort.drafts * std::ssize(improved));
+  LocalSearch search(searched, layout, costs, work,
+                     searched.latency_bound_s() - searched.iteration_s());
   for (auto& [lateness, draft] : drafts) {
-    if (improved[{draft.in_flight, draft.split}]++ >= kImproved) continue;
+    if (improved[{draft.in_flight, draft.split}]++ >= effort.drafts) continue;
     search.improve(draft);
     search.simplify(draft, kSimpler * profile.iteration_s());
-    consider(fallback.with_ops("auto", build(draft, layout, costs).ops()));
+    consider(usual.with_ops("auto", build(draft, layout, costs).ops()));
   }
-  // What is hidden for others may have less time to spare here, but must not come late.
-  const Candidate& best = choose(all, std::max(others_s, 0.0), kAlmost * profile.iteration_s());
-  const Plan& plan = simulator.step_s(best.plan) > nothing_to_win ? fallback : best.plan;
-  return plan.with_ops("auto", plan.ops());
+  return chosen();
 }
 
 }  // namespace usbyte

@@ -2,24 +2,39 @@
 #include "candidates.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace usbyte {
 
-std::pair<size_t, size_t> count_ops(const Plan& plan, const OneShot& one_shot) {
+Candidates::OpCount Candidates::count_ops(const Plan& plan, const OneShot& one_shot) {
   const auto shots = std::ranges::count_if(
       plan.ops(), [&](const Op& op) { return one_shot.takes(op.kind, plan.bytes(op)); });
   return {plan.ops().size() - static_cast<size_t>(shots), plan.ops().size()};
 }
 
-const Candidate& choose(const std::vector<Candidate>& all, double limit_s, double almost_s,
-                        TieBreak tie) {
-  const auto best = std::ranges::min_element(all, {}, &Candidate::lateness_s);
-  limit_s = std::max(best->lateness_s, std::min(limit_s, best->lateness_s + almost_s));
-  const Candidate* chosen = tie == TieBreak::least_late ? &*best : nullptr;
-  for (const Candidate& c : all) {
+void Candidates::add(double lateness_s, OpCount ops, Plan plan) {
+  for (const Candidate& c : front_) {
+    if (c.lateness_s <= lateness_s && c.ops <= ops) return;
+  }
+  std::erase_if(front_,
+                [&](const Candidate& c) { return lateness_s <= c.lateness_s && ops <= c.ops; });
+  front_.push_back({lateness_s, ops, std::move(plan)});
+}
+
+double Candidates::least_s() const {
+  double least_s = std::numeric_limits<double>::infinity();
+  for (const Candidate& c : front_) least_s = std::min(least_s, c.lateness_s);
+  return least_s;
+}
+
+const Plan& Candidates::choose(double limit_s, double almost_s) const {
+  const double least = least_s();
+  limit_s = std::max(least, std::min(limit_s, least + almost_s));
+  const Candidate* chosen = nullptr;
+  for (const Candidate& c : front_) {
     if (c.lateness_s <= limit_s && (!chosen || c.ops < chosen->ops)) chosen = &c;
   }
-  return *chosen;
+  return chosen->plan;
 }
 
 }  // namespace usbyte

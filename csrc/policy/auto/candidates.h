@@ -10,29 +10,33 @@
 
 namespace usbyte {
 
-/// Share of a step's time that a plan must save to replace the one it is compared with.
-inline constexpr double kWorthwhile = 0.01;
 /// Share of an iteration by which a plan may be later than the best one and still be chosen.
 inline constexpr double kAlmost = 0.005;
 
-/// A plan that was simulated.
-struct Candidate {
-  double lateness_s;
-  std::pair<size_t, size_t> ops;  ///< without those that go in one shot; all
-  Plan plan;
+/// The simulated plans that no other one beats in both lateness and number of ops.
+class Candidates {
+ public:
+  /// Number of ops without those that go in one shot, then of all. Ops that go in one shot have
+  /// connections of their own, so they count less.
+  using OpCount = std::pair<size_t, size_t>;
+  static OpCount count_ops(const Plan& plan, const OneShot& one_shot);
+
+  /// Among plans that are equal in both, the first one stays.
+  void add(double lateness_s, OpCount ops, Plan plan);
+  /// The least lateness so far; infinity if there is no plan.
+  double least_s() const;
+  /// The plan with the fewest ops among those that are at most `limit_s` late and at most
+  /// `almost_s` later than the best; the best if it is later than `limit_s`. Real ops cost more
+  /// than the model says rather than less, hence few of them. There must be a plan.
+  const Plan& choose(double limit_s, double almost_s) const;
+
+ private:
+  struct Candidate {
+    double lateness_s;
+    OpCount ops;
+    Plan plan;
+  };
+  std::vector<Candidate> front_;
 };
-
-/// `Candidate::ops` of a plan.
-std::pair<size_t, size_t> count_ops(const Plan& plan, const OneShot& one_shot);
-
-/// Which of several candidates with equally few ops is chosen.
-enum class TieBreak { first_in_list, least_late };
-
-/// The candidate with the fewest ops among those that are at most `limit_s` late and at most
-/// `almost_s` later than the best; the best if it is later than `limit_s`. Real ops cost more than
-/// the model says rather than less, hence few of them. Ops that go in one shot have connections of
-/// their own, so they count less.
-const Candidate& choose(const std::vector<Candidate>& all, double limit_s, double almost_s,
-                        TieBreak tie = TieBreak::first_in_list);
 
 }  // namespace usbyte

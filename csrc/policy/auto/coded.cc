@@ -5,10 +5,14 @@
 
 #include "candidates.h"
 #include "coded.h"
+#include "rivals.h"
+#include "search.h"
 #include "usbyte/simulator.h"
 
 namespace usbyte {
 namespace {
+
+constexpr SearchEffort kEffort{kSearchWork / 4, 1};  // of each of two searches
 
 // What a byte of gradients takes on the network when it is coded, over what it takes as it is.
 double share(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
@@ -33,28 +37,28 @@ double share(const Profile& profile, const NetworkModel& network, const PolicyOp
 Plan automatic_coded(const Profile& profile, const NetworkModel& network,
                      const PolicyOptions& options) {
   Simulator simulator(profile, network, options.overlap, options.sharded, options.codec_costs);
-  std::vector<Candidate> all;
+  Candidates all;
   const auto consider = [&](Plan plan) {
     const double lateness_s = simulator.lateness_s(plan);
     const size_t ops = plan.ops().size();
-    all.push_back({lateness_s, {ops, ops}, std::move(plan)});
+    all.add(lateness_s, {ops, ops}, std::move(plan));
   };
-  consider(make_plan(options.sharded ? "dear" : "ddp", profile, network, options));
-  for (const auto& [name, entry] : policies()) {
-    if (name == "auto" || name == "bytecomp" || (options.sharded && !entry.shards)) continue;
-    consider(make_plan(name, profile, network, options));
-  }
-  // Cut for the bytes that there are, and for those that will travel.
+  const Plan usual = make_plan(options.sharded ? "dear" : "ddp", profile, network, options);
+  consider(usual);
+  if (all.least_s() <= 0) return usual.with_ops("auto", usual.ops());  // all is hidden
+  for_each_rival(profile, network, options, consider);
+  const double others_s = all.least_s();
   PolicyOptions plain = options;
   plain.codec_of.clear();
-  const double coded = share(profile, network, options);
-  for (const NetworkModel& assumed : {network, network.scaled(1, coded)}) {
-    consider(with_codecs(automatic(profile, assumed, plain), options.codec_of, options.sharded));
-  }
-  const Plan& fallback = all.front().plan;
-  const Plan& best = choose(all, 0, kAlmost * profile.iteration_s(), TieBreak::least_late).plan;
-  const bool worthwhile = simulator.step_s(best) < simulator.step_s(fallback) * (1 - kWorthwhile);
-  return (worthwhile ? best : fallback).with_ops("auto", (worthwhile ? best : fallback).ops());
+  // Cut for the bytes that there are, also without any codec, and for those that will travel.
+  const Plan whole = automatic_searched(profile, network, plain, kEffort);
+  consider(whole);
+  consider(with_codecs(whole, options.codec_of, options.sharded));
+  const NetworkModel assumed = network.scaled(1, share(profile, network, options));
+  const Plan coded = automatic_searched(profile, assumed, plain, kEffort);
+  consider(with_codecs(coded, options.codec_of, options.sharded));
+  const Plan& best = all.choose(std::max(others_s, 0.0), kAlmost * profile.iteration_s());
+  return best.with_ops("auto", best.ops());
 }
 
 }  // namespace usbyte

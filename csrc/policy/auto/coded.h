@@ -6,9 +6,8 @@
 namespace usbyte {
 
 /// `automatic` where `codec_of` says what gradients travel by: the best, under the simulator and
-/// with what coding takes, of the plans of all policies that code what they are told to (so not of
-/// bytecomp's), and of `automatic`'s for the job's bytes and for those that the codecs make of
-/// them. DDP's plan where less than 1 % is to be won.
+/// with what coding takes, of the plans of all policies, of `automatic`'s for the job's bytes, with
+/// the codecs and without, and of that for the bytes that the codecs make of them.
 Plan automatic_coded(const Profile& profile, const NetworkModel& network,
                      const PolicyOptions& options);
 

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "candidates.h"
 #include "policy/transforms/routing.h"
+#include "rivals.h"
 #include "usbyte/simulator.h"
 
 namespace usbyte {
@@ -16,11 +16,18 @@ Plan automatic_routed(const Profile& profile, const NetworkModel& network,
   Plan best = automatic(profile, flat, options);
   if (options.sharded) return best;  // its scatters and gathers have no routes
   Simulator simulator(profile, network, options.overlap, false, options.codec_costs);
-  double best_s = (1 - kWorthwhile) * simulator.step_s(best);
+  double best_s = simulator.step_s(best);
   std::vector<Plan> routed = {
       with_routes(best, network),
       with_routes(automatic(profile, routed_network(network), options), network)};
-  if (options.codec_of.empty()) routed.push_back(themis(profile, network, options));
+  if (options.codec_of.empty()) {
+    PolicyOptions sized = options;
+    routed.push_back(themis(profile, network, sized));
+    for (const int64_t size : tuned_sizes()) {
+      sized.bucket_bytes = size;
+      routed.push_back(themis(profile, network, sized));
+    }
+  }
   for (Plan& plan : routed) {
     const double step_s = simulator.step_s(plan);
     if (step_s >= best_s) continue;

@@ -5,9 +5,9 @@
 
 namespace usbyte {
 
-/// `automatic` where the network has dimensions: its plan for all_reduces that go past them, or, if
-/// that gains 1 % of the step, the best of the same with routes, of its plan for a network that
-/// costs what routed ones do, with routes, and of themis'.
+/// `automatic` where the network has dimensions: the best of its plan for all_reduces that go past
+/// them, of the same with routes, of its plan for a network that costs what routed ones do, with
+/// routes, and of themis' with buckets of any of `tuned_sizes`.
 Plan automatic_routed(const Profile& profile, const NetworkModel& network,
                       const PolicyOptions& options);
 

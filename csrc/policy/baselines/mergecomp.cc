@@ -15,28 +15,45 @@ constexpr size_t kAll = 256, kLeading = 32;
 // A way to group the tensors before a boundary, and how far it has come then.
 struct Grouping {
   CodedProgress progress;
-  double lateness_s = 0;
   int groups = 0;
   std::pair<int, size_t> before{0, 0};  // boundary and grouping that it adds a group to
 };
 
+// What a grouping is judged by. There are very many, so their progress is not kept.
+struct Rating {
+  double lateness_s, channel_s, thread_s, decoded_s;
+  int groups;
+  std::pair<int, size_t> before;
+
+  Rating(const CodedProgress& progress, int group_count, std::pair<int, size_t> last)
+      : lateness_s(progress.lateness_s()),
+        channel_s(progress.channel_s()),
+        thread_s(progress.thread_s()),
+        decoded_s(progress.decoded_s()),
+        groups(group_count),
+        before(last) {}
+
+  // Nothing of it is after the other's.
+  bool leads(const Rating& other) const {
+    return channel_s <= other.channel_s && thread_s <= other.thread_s &&
+           lateness_s <= other.lateness_s && decoded_s <= other.decoded_s;
+  }
+};
+
 // Those that no other leads; if there are too many, some from the least late to the latest.
-std::vector<Grouping> leading(std::vector<Grouping> all) {
-  std::stable_sort(all.begin(), all.end(), [](const Grouping& a, const Grouping& b) {
-    return std::pair(a.lateness_s, a.progress.channel_s()) <
-           std::pair(b.lateness_s, b.progress.channel_s());
-  });
-  std::vector<Grouping> front;
-  for (Grouping& g : all) {
-    const bool behind = std::any_of(front.begin(), front.end(), [&](const Grouping& f) {
-      return f.progress.leads(g.progress);
-    });
-    if (!behind) front.push_back(std::move(g));
+std::vector<Rating> leading(std::vector<Rating> all) {
+  std::ranges::stable_sort(all, {},
+                           [](const Rating& r) { return std::pair(r.lateness_s, r.channel_s); });
+  std::vector<Rating> front;
+  for (const Rating& r : all) {
+    const bool behind =
+        std::ranges::any_of(front, [&](const Rating& other) { return other.leads(r); });
+    if (!behind) front.push_back(r);
   }
   if (front.size() <= kLeading) return front;
-  std::vector<Grouping> out;
+  std::vector<Rating> out;
   for (size_t i = 0; i < kLeading; ++i) {
-    out.push_back(std::move(front[i * (front.size() - 1) / (kLeading - 1)]));
+    out.push_back(front[i * (front.size() - 1) / (kLeading - 1)]);
   }
   return out;
 }
@@ -56,30 +73,38 @@ Plan mergecomp(const Profile& profile, const NetworkModel& network, const Policy
   }
   std::vector<std::vector<Grouping>> groupings(ends.size());  // by boundary
   groupings[0].emplace_back();
+  std::vector<std::vector<OpTimes>> ops(ends.size());  // of the group from a boundary on
+  const auto add_group = [&](CodedProgress& progress, int from) {
+    for (const OpTimes& op : ops[static_cast<size_t>(from)]) progress.add(op);
+  };
+  CodedProgress progress;  // one for all, which keeps its memory
   for (int to = 1; to <= count; ++to) {
-    std::vector<Grouping> all;
+    std::vector<Rating> all;
     merging.start(ends[static_cast<size_t>(to)]);
     for (int from = to - 1; from >= 0; --from) {
       const size_t b = static_cast<size_t>(from);
       for (int i = ends[b]; i < ends[b + 1]; ++i) merging.extend();
-      const std::vector<OpTimes>& ops = merging.times();
+      ops[b] = merging.times();
       for (size_t i = 0; i < groupings[b].size(); ++i) {
-        Grouping next = groupings[b][i];
-        for (const OpTimes& op : ops) next.progress.add(op);
-        next.lateness_s = next.progress.lateness_s();
-        ++next.groups;
-        next.before = {from, i};
-        all.push_back(std::move(next));
+        progress = groupings[b][i].progress;
+        add_group(progress, from);
+        all.emplace_back(progress, groupings[b][i].groups + 1, std::pair(from, i));
       }
     }
-    const bool drop = all.size() > kAll && to < count;
-    groupings[static_cast<size_t>(to)] = drop ? leading(std::move(all)) : std::move(all);
+    if (to == count) {
+      all = {*std::ranges::min_element(
+          all, {}, [](const Rating& r) { return std::pair(r.lateness_s, r.groups); })};
+    } else if (all.size() > kAll) {
+      all = leading(std::move(all));
+    }
+    for (const Rating& r : all) {
+      const auto [from, i] = r.before;
+      Grouping next{groupings[static_cast<size_t>(from)][i].progress, r.groups, r.before};
+      add_group(next.progress, from);
+      groupings[static_cast<size_t>(to)].push_back(std::move(next));
+    }
   }
-  const std::vector<Grouping>& whole = groupings.back();
-  const Grouping* best =
-      &*std::min_element(whole.begin(), whole.end(), [](const Grouping& a, const Grouping& b) {
-        return std::pair(a.lateness_s, a.groups) < std::pair(b.lateness_s, b.groups);
-      });
+  const Grouping* best = &groupings.back().front();
   std::vector<int> chosen;
   for (int to = count; to > 0;) {
     chosen.push_back(ends[static_cast<size_t>(to)]);

@@ -46,9 +46,4 @@ double CodedProgress::lateness_s() const {
   return lateness;
 }
 
-bool CodedProgress::leads(const CodedProgress& other) const {
-  return channel_s_ <= other.channel_s_ && thread_s_ <= other.thread_s_ &&
-         lateness_s() <= other.lateness_s() && decoded_s() <= other.decoded_s();
-}
-
 }  // namespace usbyte

@@ -30,8 +30,6 @@ class CodedProgress {
   /// The largest arrival minus due date, s, if no more were to be encoded; whatever is added, it
   /// does not fall.
   double lateness_s() const;
-  /// No time of this one is after the other's.
-  bool leads(const CodedProgress& other) const;
 
  private:
   struct Received {

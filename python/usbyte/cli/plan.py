@@ -64,7 +64,8 @@ def plan(
 
     PROFILE is a usbyte profile, a published trace, or a name: vgg16, resnet50, bert-base and gpt2
     were recorded on a CPU, vgg16-half and vgg16-even are made up. Launched and done are seconds
-    since the forward pass began. The bound is the step time that no plan without codecs can beat.
+    since the forward pass began. The bound is the step time that no plan without codecs can beat:
+    with startups, and of bytes alone.
     Of more than 500 operations, only the first and the last 250 are shown.
     """
     from rich.console import Console
@@ -85,13 +86,14 @@ def plan(
     console = Console(highlight=False)
     console.print(_table(made, predicted))
     bound_s = _core.bound_s(job, net, overlap, sharded)
+    latency_bound_s = _core.latency_bound_s(job, net, overlap, sharded)
     console.print(
         f"{job.model or profile}: {job.bytes / _MEGA:.1f} MB in {len(job.tensors)} tensors, "
         f"{net.ranks} ranks, overlap {overlap}{', sharded optimizer' if sharded else ''}",
         markup=False,
     )
     console.print(
-        f"step {predicted.step_s:.6f} s, bound {bound_s:.6f} s, "
+        f"step {predicted.step_s:.6f} s, bound {latency_bound_s:.6f} s, of bytes {bound_s:.6f} s, "
         f"without communication {job.iteration_s:.6f} s"
     )
 

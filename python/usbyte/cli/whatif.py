@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 _RANKS, _BANDWIDTHS, _LATENCY = "2,8,64", "1gbit,10gbit,25gbit,100gbit", "25us"
 
 _NOTE = (
-    "Scaling: time of a step without communication, divided by the time of a step. Needs: how many "
-    "times fewer bytes reach the target, if compression takes no time; in practice more is needed. "
-    "Not by compression: the startups alone take too long. Bound by compute: DDP reaches the "
-    "target; by software: the network could carry all bytes in time, but not in DDP's schedule; by "
-    "network: no schedule reaches the target."
+    "Scaling: time of a step without communication, divided by the time of a step. Bound: what no "
+    "schedule beats; of bytes: the same without startups. Needs: how many times fewer bytes reach "
+    "the target, if compression takes no time; in practice more is needed. Not by compression: "
+    "the startups alone take too long. Bound by compute: DDP reaches the target; by software: the "
+    "network could carry all bytes in time, but not in DDP's schedule; by latency: it could "
+    "without startups; by network: no schedule reaches the target."
 )
 
 _EXAMPLES = """\b
@@ -95,8 +96,9 @@ def whatif(
     """Tell whether the network is the bottleneck of a job, and what would help.
 
     PROFILES are as for `usbyte simulate`. For each network, the table has the scaling factors of
-    DDP's buckets, of policy auto with overlap forward, and of the bound. It also has the factor by
-    which DDP and auto would have to reduce the bytes for the target, and what limits the job.
+    DDP's buckets, of policy auto with overlap forward, and of two bounds, with the startups and of
+    the bytes alone. It also has the factor by which DDP and auto would have to reduce the bytes for
+    the target, and what limits the job.
 
     After Zhang et al., "Is Network the Bottleneck of Distributed Training?", 2020.
     """
@@ -163,7 +165,10 @@ def _table(model: str, points: Sequence[Point]) -> RenderableType:
         [
             str(point.ranks),
             point.rate,
-            *(f"{outcome.scaling:.3f}" for outcome in (point.ddp, point.plan, point.bound)),
+            *(
+                f"{outcome.scaling:.3f}"
+                for outcome in (point.ddp, point.plan, point.latency_bound, point.bound)
+            ),
             *(_needed(outcome) for outcome in (point.ddp, point.plan)),
             point.verdict.removesuffix(" bound"),
         ]
@@ -174,7 +179,9 @@ def _table(model: str, points: Sequence[Point]) -> RenderableType:
         f"{model}: scaling, {units.format_seconds(first.compute_s)} without communication, target "
         f"{first.target:g}"
     )
-    columns = ["ranks", "link", "DDP", "auto", "bound", "DDP needs", "auto needs", "bound by"]
+    columns = [
+        "ranks", "link", "DDP", "auto", "bound", "of bytes", "DDP needs", "auto needs", "bound by",
+    ]  # fmt: skip
     return for_terminal(title, columns, rows, ("bound by",))
 
 
@@ -191,7 +198,7 @@ def _json(found: Sequence[tuple[str, Sequence[Point]]]) -> str:
 
     def row(point: Point) -> dict[str, Any]:
         values = asdict(point) | {"verdict": point.verdict}
-        for schedule in ("ddp", "plan", "bound"):
+        for schedule in ("ddp", "plan", "latency_bound", "bound"):
             if values[schedule]["ratio"] == math.inf:
                 values[schedule]["ratio"] = None  # JSON has no infinity.
         return values

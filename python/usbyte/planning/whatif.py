@@ -18,7 +18,8 @@ from usbyte._util import units
 from usbyte.errors import UsageError
 
 #: Values of `Point.verdict`.
-COMPUTE, SOFTWARE, NETWORK = "compute bound", "software bound", "network bound"
+COMPUTE, SOFTWARE = "compute bound", "software bound"
+LATENCY, NETWORK = "latency bound", "network bound"
 
 #: A ratio exceeds the smallest sufficient one by at most this factor.
 TOLERANCE = 1.01
@@ -53,7 +54,8 @@ class Point:
         compute_s: Seconds of a step without communication.
         ddp: DDP's buckets of 25 MiB, overlapped with backward.
         plan: Policy auto, overlapped with backward and the next forward.
-        bound: The bound, which no plan can beat; it includes no startups.
+        latency_bound: The bound of bytes and startups, which no plan can beat.
+        bound: The bound of bytes alone.
     """
 
     ranks: int
@@ -62,6 +64,7 @@ class Point:
     compute_s: float
     ddp: Outcome
     plan: Outcome
+    latency_bound: Outcome
     bound: Outcome
 
     @property
@@ -74,14 +77,15 @@ class Point:
         """What limits the job.
 
         Compute bound: DDP reaches the target. Software bound: DDP does not reach it, although the
-        network could carry all bytes in time. Network bound: no schedule reaches it without
+        network could carry all bytes in time, startups included. Latency bound: it could carry the
+        bytes, but startups take too long. Network bound: no schedule reaches the target without
         compression.
         """
         if self.ddp.scaling >= self.target:
             return COMPUTE
-        if max(self.plan.scaling, self.bound.scaling) >= self.target:
+        if self.latency_bound.scaling >= self.target:
             return SOFTWARE
-        return NETWORK
+        return LATENCY if self.bound.scaling >= self.target else NETWORK
 
 
 def examine(job: _core.Profile, network: _core.NetworkModel, target: float = 0.95) -> Point:
@@ -122,6 +126,9 @@ def examine(job: _core.Profile, network: _core.NetworkModel, target: float = 0.9
     def bound_s(ratio: float) -> float:
         return _core.bound_s(job, carrying(ratio))
 
+    def latency_bound_s(ratio: float) -> float:
+        return _core.latency_bound_s(job, carrying(ratio))
+
     def outcome(step_s: Callable[[float], float], lowest: float = 1.0) -> Outcome:
         now_s = step_s(1.0)
         ratio = 1.0
@@ -129,11 +136,11 @@ def examine(job: _core.Profile, network: _core.NetworkModel, target: float = 0.9
             ratio = least_ratio(lambda r: job.iteration_s >= target * step_s(r), lowest)
         return Outcome(now_s, job.iteration_s / now_s, ratio)
 
-    bound = outcome(bound_s)
+    bound, limit = outcome(bound_s), outcome(latency_bound_s)
     # No plan needs a smaller ratio than the bound. Starting there saves calls of the slow `auto`.
-    plan = outcome(plan_s, bound.ratio)
+    plan = outcome(plan_s, limit.ratio)
     return Point(
-        network.ranks, bandwidth, target, job.iteration_s, outcome(ddp_s), plan, bound
+        network.ranks, bandwidth, target, job.iteration_s, outcome(ddp_s), plan, limit, bound
     )  # fmt: skip
 
 

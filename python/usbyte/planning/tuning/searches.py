@@ -18,6 +18,7 @@ _SCALES = [(alpha, beta) for beta in (1.0, 0.99, 1.01, 0.98) for alpha in (2.0, 
 _VARIANTS = 5  # The most variants to try.
 _BY_LAYER = 0.05  # The share of a step that updates by layer may cost; the simulator ignores it.
 _ALMOST = 0.005  # Predicted steps that differ by a smaller share count as equal.
+_WORTH_TRIALS = 0.01  # The share of DDP's step that must be predicted to be saved.
 _PLANNING_S = 5.0  # No more variants are planned after this time.
 
 
@@ -122,13 +123,15 @@ def auto(task: TuningTask) -> Search:
       not include the cost of updates by layer, which this plan does not have.
     - DDP's plan, in case the network model is wrong.
 
-    The faster half is measured again. Only the plan of `auto` is tried if it equals DDP's plan, or
-    if the optimizer is sharded, since each switch of plans then moves state between ranks.
+    The faster half is measured again. Only the plan of `auto` is tried if it is predicted to save
+    less than 1 % of DDP's step, or if the optimizer is sharded, since each switch of plans then
+    moves state between ranks.
     """
     end = time.monotonic() + _PLANNING_S
     first = task.plan("auto")
     starts = [Candidate("auto", first)]
-    if not task.sharded and first.ops != (usual := task.plan("ddp")).ops:
+    usual = None if task.sharded else task.plan("ddp")
+    if usual is not None and _is_worth_trials(task, first, usual):
         starts += _variants(task, first, end)
         overlap = None
         if task.may_end_in_backward and task.overlap != "backward":
@@ -224,6 +227,10 @@ def _fibonacci(
         small, large = large - small, small
     last = at(start + 1)
     return last if time_of(last) is None else None
+
+
+def _is_worth_trials(task: TuningTask, first: _core.Plan, usual: _core.Plan) -> bool:
+    return task.simulated_s(first) < task.simulated_s(usual) * (1 - _WORTH_TRIALS)
 
 
 def _variants(task: TuningTask, first: _core.Plan, end: float) -> list[Candidate]:

@@ -83,9 +83,10 @@ class DistributedOptimizer(OptimizerWrapper):
             spec applies to parameters of two or more dimensions, or to all if it is a cast. A dict
             maps patterns of parameter names to codecs. From a list of these, the least lossy first,
             the plan uses the one that is fastest, or none. "auto" chooses between bf16, int8 and
-            none. Codecs with error feedback add what they did not send to the next gradients. On a
-            GPU `topk`, `randk`, `dct`, `dgc` and `powersgd` run on the host, others as kernels. No
-            effect with a single rank.
+            none. Policy "auto" sends gradients uncompressed where that is predicted to be faster;
+            other policies but "bytecomp" always compress. Codecs with error feedback add what they
+            did not send to the next gradients. On a GPU `topk`, `randk`, `dct`, `dgc` and
+            `powersgd` run on the host, others as kernels. No effect with a single rank.
         shard_optimizer: Each rank updates one shard of every parameter, with 1 / size of the
             optimizer state and work. Updated parameters are gathered in the next forward pass,
             so overlap is "forward". The optimizer must treat every element independently. `step()`

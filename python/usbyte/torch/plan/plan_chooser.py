@@ -151,10 +151,9 @@ class PlanChooser:
         return first.plan, steps, first.overlap or self._plans.overlap
 
     def _worth_forward(self, decision: Decision) -> Decision:
-        """Returns `decision`, or the one for DDP's buckets if "forward" saves less than 1 %."""
+        """Returns `decision`, or the one for "backward" if "forward" saves less than 1 %."""
         profile, network = decision.profile, decision.network
-        plan = self._plans.make("ddp", dense(profile), network, self._codecs, "backward")
-        plan = _core.Plan("auto", plan.tensors, plan.ops)
+        plan = self._plans.make("auto", dense(profile), network, self._codecs, "backward")
         usual = self._decided(plan, profile, network, decision.sparse, 0, "backward")
         worth = decision.predicted_s < usual.predicted_s * (1 - _WORTH_FORWARD)
         return decision if worth else usual
@@ -224,7 +223,7 @@ class PlanChooser:
         ddp = _core.make_plan("ddp", dense(profile), network, self._options, self._plans.overlap)
         reason = ""
         if plan.policy == "auto" and plan.ops == ddp.ops:
-            reason = ", DDP's buckets: other plans are predicted to save less than 1 %"
+            reason = ", DDP's buckets: no other plan is predicted to be faster"
         all_ops = self._with_rows(ddp, profile, decision.sparse)
         one = network.all_reduce[0]
         log.info(
