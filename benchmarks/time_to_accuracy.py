@@ -86,8 +86,9 @@ class Contender:
         kind, _, how = name.partition(":")
         if kind == "usbyte":
             self.optimizer = ub.DistributedOptimizer(
-                self.optimizer, self.model.named_parameters(), overlap="forward", compression=how
-            )
+                self.optimizer, self.model.named_parameters(), overlap="forward",
+                compression=how, policy="ddp",  # "auto" may leave gradients uncompressed
+            )  # fmt: skip
         elif kind != "alone":
             # PowerSGD's hook waits inside Gloo's threads: with a bucket for each, for ever.
             buckets = 1024 if kind == "ddp+powersgd" else None

@@ -15,7 +15,7 @@ from _training import prepare, wrong
 from _transport import everywhere, for_ranks
 
 
-def train(transport, rank, mode, hook=None, codec=None, optimizer="sgd"):
+def train(transport, rank, mode, hook=None, codec=None, optimizer="sgd", policy="auto"):
     torch.manual_seed(3)
     net = model = Awkward().to(transport.device)
     opt = OPTIMIZERS[optimizer](model.parameters())
@@ -25,7 +25,12 @@ def train(transport, rank, mode, hook=None, codec=None, optimizer="sgd"):
         net.register_comm_hook(group, hook)
     else:
         opt = ub.DistributedOptimizer(
-            opt, model.named_parameters(), overlap=mode, compression=codec, tune_steps=2
+            opt,
+            model.named_parameters(),
+            overlap=mode,
+            compression=codec,
+            tune_steps=2,
+            policy=policy,
         )
     data = torch.Generator().manual_seed(100 + rank)
     for _ in range(9):
@@ -46,7 +51,8 @@ def casts(transport, rank, size):
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[codec]
         want = train(transport, rank, "ddp", cast_hook(dtype))
         for mode in ("backward", "forward"):
-            assert not wrong(train(transport, rank, mode, codec=codec), want), (codec, mode)
+            state = train(transport, rank, mode, codec=codec, policy="ddp")
+            assert not wrong(state, want), (codec, mode)
 
 
 def test_casts_equal_ddps_hooks(transports, record_property):

@@ -118,7 +118,7 @@ def of_three(rank, size):
         optimizer.close()
     assert all(torch.allclose(results[0][n], results[1][n], atol=1e-12) for n in results[0])
     model = Half(0)
-    coded = make(model, [0, 2], compression=ub.Compression.topk(0.5))
+    coded = make(model, [0, 2], policy="ddp", compression=ub.Compression.topk(0.5))
     state = trained(model, model, coded, rank)
     for name, value in state.items():
         assert torch.equal(ub.allreduce(value, op=ub.Max, process_set=pair), value), name

@@ -58,7 +58,7 @@ def test_startups_are_beyond_compression():
     assert point.ddp.ratio == point.plan.ratio == math.inf
     assert 1 < point.bound.ratio < math.inf
     assert point.latency_bound.ratio == math.inf
-    assert "no compression is enough here" in whatif.advice([point])
+    assert "startups, not bytes, take too long here" in whatif.advice([point])
 
 
 def test_more_bandwidth_never_hurts():
@@ -112,6 +112,7 @@ def test_startups_that_a_fast_link_cannot_hide_are_latency():
     assert point.bound.scaling > 0.95 > point.latency_bound.scaling
     assert point.verdict == LATENCY
     assert point.ddp.ratio == math.inf
+    assert "reduce the startups" in whatif.advice([point])
 
 
 def test_least_ratio_is_the_threshold():

@@ -114,10 +114,11 @@ Plan themis(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// all_gathers where they cost less), cut inside and across tensors, one or several in flight, with
 /// exact batching of what backward leaves; the best of several such drafts and of all other
 /// policies under the simulator, after a local search. In the model it is never worse than any
-/// other policy, at any bucket size, at the sizes that tuners try (rivals.h), with codecs or
-/// without; of plans that are nearly as good it takes the one with the fewest ops. Where codecs do
-/// not pay, gradients go without. Best where alpha and beta were measured. Where the network has
-/// dimensions, all_reduces are routed through them if that is faster.
+/// other policy at any of the sizes of rivals.h, with codecs or without; of its own plans that are
+/// no later than these it takes the one with the fewest ops. Where everything is hidden with codecs
+/// they stay; else gradients go without them where that is faster. Best where alpha and beta were
+/// measured. Where the network has dimensions, all_reduces are routed through them if that is
+/// faster.
 Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// MergeComp: gradients that follow one another in backward are merged, each group is encoded, sent

@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kMostParts = 100'000;      // their simulation takes too long
 constexpr int64_t kMostTunedParts = 10'000;  // for each of some hundred sizes
 constexpr double kManyTensors = 64;          // of more not every bucket size is tried
+constexpr size_t kMostUnitTensors = 1000;    // us_byte's time grows with their square
 constexpr double kBucketWork = 20'000;       // tensors; more of it, closer sizes
 
 bool in_two_rounds(const PolicyOptions& options) {
@@ -44,6 +45,11 @@ void ddp_buckets(const Profile& profile, const NetworkModel& network, PolicyOpti
       size = kLast;
     }
     found(std::move(plan));
+  }
+  if (growth == 0) return;
+  for (const int64_t size : tuned_sizes()) {
+    options.bucket_bytes = size;
+    found(ddp(profile, network, options));
   }
 }
 
@@ -94,6 +100,7 @@ void for_each_rival(const Profile& profile, const NetworkModel& network,
   };
   ddp_buckets(profile, network, options, found_coded);
   bytescheduler_sizes(profile, network, options, found_coded);
+  if (profile.tensors.size() > kMostUnitTensors) return;
   PolicyOptions units = options;
   for (units.unit_bytes = 64 << 10; units.unit_bytes <= 4 << 20; units.unit_bytes *= 2) {
     if (units.unit_bytes == options.unit_bytes) continue;

@@ -20,13 +20,11 @@ Plan automatic_routed(const Profile& profile, const NetworkModel& network,
   std::vector<Plan> routed = {
       with_routes(best, network),
       with_routes(automatic(profile, routed_network(network), options), network)};
-  if (options.codec_of.empty()) {
-    PolicyOptions sized = options;
-    routed.push_back(themis(profile, network, sized));
-    for (const int64_t size : tuned_sizes()) {
-      sized.bucket_bytes = size;
-      routed.push_back(themis(profile, network, sized));
-    }
+  PolicyOptions sized = options;
+  routed.push_back(make_plan("themis", profile, network, sized));
+  for (const int64_t size : tuned_sizes()) {
+    sized.bucket_bytes = size;
+    routed.push_back(make_plan("themis", profile, network, sized));
   }
   for (Plan& plan : routed) {
     const double step_s = simulator.step_s(plan);

@@ -3,8 +3,8 @@
 
 This is the analysis of Zhang et al., "Is Network the Bottleneck of Distributed Training?", 2020. It
 runs nothing: the profile has the times at which gradients become ready, and the network model has
-the cost of communication. Here it compares three schedules and includes startups, so that the loss
-of a schedule is told from the limit of the network.
+the cost of communication. Here it compares two schedules with two bounds, so that the loss of a
+schedule is told from startups, and these from the bandwidth of the network.
 """
 
 from __future__ import annotations
@@ -198,8 +198,9 @@ def advice(points: Sequence[Point]) -> str:
     if not lacking:
         return f"Nothing to do: DDP reaches {goal} {_where(lacking, points)}."
     planned = [point for point in lacking if point.plan.ratio == 1]
-    smaller = [point for point in lacking if 1 < point.plan.ratio < math.inf]
-    startups = [point for point in lacking if point.plan.ratio == math.inf]
+    late = [point for point in lacking if point.plan.ratio > 1]
+    startups = [p for p in late if p.verdict == LATENCY or p.plan.ratio == math.inf]
+    smaller = [point for point in late if point not in startups]
     steps = []
     if planned:
         steps.append(
@@ -215,7 +216,7 @@ def advice(points: Sequence[Point]) -> str:
     if startups:
         steps.append(
             "reduce the startups (fewer ranks, a lower latency) or use larger batches, since "
-            f"no compression is enough {_where(startups, points)}"
+            f"startups, not bytes, take too long {_where(startups, points)}"
         )
     return f"For {goal}, first {'; then '.join(steps)}."
 

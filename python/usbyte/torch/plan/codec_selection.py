@@ -158,9 +158,16 @@ class CodedPlans:
             overlap: "backward" or "forward"; default the attribute `overlap`.
         """
         of = codecs_of(profile, codecs)
-        args = (policy, profile, network, self._options, overlap or self.overlap, self._sharded)
-        plan = _core.make_plan(*args, of, self.costs_of(of))
-        return self.routed(plan, profile, network, overlap)
+        job = (profile, network, self._options, overlap or self.overlap, self._sharded)
+        plan = _core.make_plan(policy, *job, of, self.costs_of(of))
+        plan = self.routed(plan, profile, network, overlap)
+        if policy != "auto" or not of or self._sharded:
+            return plan
+        # Without these paths "auto" may have left gradients uncompressed.
+        other = _core.make_plan("mergecomp", *job, of, self.costs_of(of))
+        other = self.routed(other, profile, network, overlap)
+        plans = (plan, _core.Plan("auto", other.tensors, other.ops))
+        return min(plans, key=lambda each: self.step_s(each, profile, network, overlap))
 
     def step_s(
         self,

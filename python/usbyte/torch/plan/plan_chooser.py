@@ -214,6 +214,19 @@ class PlanChooser:
                 self._label, "/".join(sorted({op.codec for op in ops})), scheme, len(ops),
                 len(plan.ops),
             )  # fmt: skip
+        if self._codecs and plan.policy == "auto":
+            coded_names = {name for name, spec in self._codecs.items() if spec != "none"}
+            tensors = plan.tensors
+            left = sum(
+                op.codec == "none" and op.kind != "all_gather"
+                and any(tensors[t].name in coded_names for t in plan.tensors_of(op))
+                for op in plan.ops
+            )  # fmt: skip
+            if left:
+                log.info(
+                    "%s: %d of %d ops are not compressed, which is predicted to be faster; a "
+                    'policy such as "ddp" always compresses', self._label, left, len(plan.ops),
+                )  # fmt: skip
         if network.topology is not None:
             routed = sum(op.route is not None for op in plan.ops)
             log.info(
@@ -223,7 +236,7 @@ class PlanChooser:
         ddp = _core.make_plan("ddp", dense(profile), network, self._options, self._plans.overlap)
         reason = ""
         if plan.policy == "auto" and plan.ops == ddp.ops:
-            reason = ", DDP's buckets: no other plan is predicted to be faster"
+            reason = ", DDP's buckets: no other plan is predicted to be clearly faster"
         all_ops = self._with_rows(ddp, profile, decision.sparse)
         one = network.all_reduce[0]
         log.info(
