@@ -64,7 +64,7 @@ WAYS = {
     "forward": {"overlap": "forward"},
     "while it learns": {"steps": 1},
     "sharded": {"shard_optimizer": True},
-    "compressed": {"overlap": "forward", "compression": "efsignsgd"},
+    "compressed": {"overlap": "forward", "policy": "ddp", "compression": "efsignsgd"},
     "sparse": {"overlap": "forward", "kind": Words, "inner": torch.optim.Adagrad},
 }
 
