@@ -65,7 +65,7 @@ class Comparison:
     @property
     def bound_s(self) -> float | None:
         """Least seconds of a step on this network, whatever the plan; None without a network."""
-        return None if self.network is None else _core.bound_s(self.profile, self.network)
+        return None if self.network is None else _core.bytes_bound_s(self.profile, self.network)
 
     @property
     def best_ddp(self) -> str | None:

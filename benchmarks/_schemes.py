@@ -66,7 +66,7 @@ class Bound:
         """Seconds of a step."""
         if self.bytes_alone:
             return max(job.iteration_s, cluster.beta_s_per_byte * job.bytes)
-        return _core.bound_s(job, cluster.network(serial=True))
+        return _core.bytes_bound_s(job, cluster.network(serial=True))
 
 
 def merged_modules(job: _core.Profile) -> _core.Profile:

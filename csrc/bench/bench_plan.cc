@@ -78,7 +78,7 @@ int bench_plan(const bench::Options& options) {
         plan = make_plan(name, job, network);
         ms.push_back((now_s() - start) * 1e3);
       }
-      const double over = simulator.step_s(plan) / simulator.bound_s();
+      const double over = simulator.step_s(plan) / simulator.bytes_bound_s();
       const double rate = events_per_s(simulator, plan);
       table.push_back({std::to_string(tensors), name, fixed(percentile(ms, 0.5), 3),
                        std::to_string(plan.ops().size()), fixed(over, 4), fixed(rate, 0)});

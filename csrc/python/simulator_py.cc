@@ -28,6 +28,15 @@ void register_simulator(py::module_& m) {
       py::arg("sharded") = false, py::arg("codec_costs") = CodecCosts{},
       py::call_guard<py::gil_scoped_release>(), "Without any codec_costs, coding takes no time.");
   m.def(
+      "bytes_bound_s",
+      [](const Profile& profile, const NetworkModel& network, const std::string& overlap,
+         bool sharded) {
+        return Simulator(profile, network, overlap_from_name(overlap), sharded).bytes_bound_s();
+      },
+      py::arg("profile"), py::arg("network"), py::arg("overlap") = "forward",
+      py::arg("sharded") = false,
+      "Least seconds of a step that bytes allow, whatever the plan, without codecs.");
+  m.def(
       "bound_s",
       [](const Profile& profile, const NetworkModel& network, const std::string& overlap,
          bool sharded) {
@@ -35,16 +44,7 @@ void register_simulator(py::module_& m) {
       },
       py::arg("profile"), py::arg("network"), py::arg("overlap") = "forward",
       py::arg("sharded") = false,
-      "Least seconds of a step that bytes allow, whatever the plan, without codecs.");
-  m.def(
-      "latency_bound_s",
-      [](const Profile& profile, const NetworkModel& network, const std::string& overlap,
-         bool sharded) {
-        return Simulator(profile, network, overlap_from_name(overlap), sharded).latency_bound_s();
-      },
-      py::arg("profile"), py::arg("network"), py::arg("overlap") = "forward",
-      py::arg("sharded") = false,
-      "Least seconds of a step that bytes and startups allow, at least bound_s.");
+      "Least seconds of a step that bytes and startups allow, at least bytes_bound_s.");
 }
 
 }  // namespace usbyte

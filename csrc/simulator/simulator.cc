@@ -207,14 +207,16 @@ const Topology& Simulator::mesh() const {
   throw UsageError("simulator: a plan has routes or dimensions, but the network no dimensions");
 }
 
-double Simulator::bound_s() const { return ending(sharded_ ? sharded_bound_s({}) : bound_s({})); }
+double Simulator::bytes_bound_s() const {
+  return ending(sharded_ ? sharded_bound_s({}) : bound_s({}));
+}
 
-double Simulator::latency_bound_s() const {
+double Simulator::bound_s() const {
   const Latencies all_reduce = latencies(Collective::all_reduce);
   const Latencies scatter = latencies(Collective::reduce_scatter);
   const Latencies gather = latencies(Collective::all_gather);
   if (sharded_) return ending(sharded_bound_s({scatter, gather}));
-  if (network_.topology) return bound_s();  // routes have no startups of their own
+  if (network_.topology) return bytes_bound_s();  // routes have no startups of their own
   Latencies least{std::min(all_reduce.first_byte_s, scatter.first_byte_s),
                   std::min(all_reduce.op_s, scatter.op_s + gather.op_s)};
   if (network_.one_shot.most_bytes > 0) {
@@ -250,11 +252,13 @@ double Simulator::bound_s(const Latencies& startup) const {
     if (next < backward_order_.size() && release <= now) {
       const auto t = static_cast<size_t>(backward_order_[next++]);
       const TensorSpec& spec = profile_->tensors[t];
+      if (spec.numel == 0) {  // sparse: sent by its own scheme, with other startups
+        delay = std::max(delay, profile_->ready_s[t] - due_s_[t]);
+        continue;
+      }
       rest_s[t] = s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
       ready.push(static_cast<int>(t));
-      if (!spec.sparse() && spec.numel > 0) {
-        delay = std::max(delay, profile_->ready_s[t] + startup.op_s - due_s_[t]);
-      }
+      delay = std::max(delay, profile_->ready_s[t] + startup.op_s - due_s_[t]);
       continue;
     }
     const size_t t = static_cast<size_t>(ready.top());

@@ -591,10 +591,10 @@ class Engine:
     @overload
     def record_update(self, tensors: Sequence[int], start: Moment, end: Moment) -> None: ...
 
-def bound_s(
+def bytes_bound_s(
     profile: Profile, network: NetworkModel, overlap: str = "forward", sharded: bool = False
 ) -> float: ...
-def latency_bound_s(
+def bound_s(
     profile: Profile, network: NetworkModel, overlap: str = "forward", sharded: bool = False
 ) -> float: ...
 

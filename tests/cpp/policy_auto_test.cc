@@ -334,7 +334,7 @@ TEST(Auto, IsNeverWorseThanAnyOtherPolicyOfAnySize) {
     options.sharded = options.overlap == Overlap::forward && uniform(rng, 0, 3) == 0;
     Simulator simulator(p, network, options.overlap, options.sharded);
     const double ours = simulator.step_s(make_plan("auto", p, network, options));
-    EXPECT_GE(ours, simulator.latency_bound_s() - 1e-9);
+    EXPECT_GE(ours, simulator.bound_s() - 1e-9);
     for (int sizes = 0; sizes < 20; ++sizes) {
       for (const auto& [name, policy] : policies()) {
         if (options.sharded && !policy.shards) continue;
@@ -372,7 +372,7 @@ TEST(Auto, ReachesTheBoundWithoutStartups) {
     const NetworkModel network{
         4, {{0, real(rng, 0.2, 3) * p.step_s / static_cast<double>(p.bytes())}}};
     Simulator simulator(p, network, Overlap::forward);
-    EXPECT_LE(simulator.step_s(make_plan("auto", p, network)), 1.01 * simulator.bound_s());
+    EXPECT_LE(simulator.step_s(make_plan("auto", p, network)), 1.01 * simulator.bytes_bound_s());
   }
 }
 

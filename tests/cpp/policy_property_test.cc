@@ -35,10 +35,10 @@ void expect_sound(const std::string& policy, const Profile& p, const NetworkMode
   const Plan plan = make_plan(policy, p, network, options);
   EXPECT_EQ(plan.policy(), policy);
   Simulator simulator(p, network, options.overlap);
-  const double step_s = simulator.step_s(plan), bound_s = simulator.latency_bound_s();
+  const double step_s = simulator.step_s(plan), bound_s = simulator.bound_s();
   ASSERT_TRUE(std::isfinite(step_s)) << policy;
   EXPECT_GE(step_s, bound_s * (1 - 1e-9)) << policy;
-  EXPECT_GE(bound_s, simulator.bound_s());
+  EXPECT_GE(bound_s, simulator.bytes_bound_s());
 }
 
 TEST(PolicyProperties, PlansTileAndNeverBeatTheBound) {

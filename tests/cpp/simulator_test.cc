@@ -99,7 +99,7 @@ TEST(Simulator, SerialStartupsTakeTurns) {
   EXPECT_EQ(serial.predict(one_each(p, kUnlimited)).arrived_s, (std::vector<double>{11, 9, 7}));
   // Then a window is worth no more than a fence before each op.
   EXPECT_EQ(serial.step_s(one_each(p, kUnlimited)), serial.step_s(one_each(p, 10, true)));
-  EXPECT_EQ(serial.bound_s(), overlapping.bound_s());
+  EXPECT_EQ(serial.bytes_bound_s(), overlapping.bytes_bound_s());
 }
 
 TEST(Simulator, GathersFollowTheirScatters) {
@@ -132,8 +132,8 @@ TEST(Simulator, SparseOpsTakeWhatGathersOfTheirBytesDo) {
   EXPECT_EQ(arrived[3], 9 + 2 * 10);
   EXPECT_EQ(arrived[0], 9 + dense_s + 10);
   // The bound does not count what sparse gradients send.
-  EXPECT_EQ(simulator.bound_s(),
-            Simulator(three_layers(), {2, {{0, 1}}}, Overlap::forward).bound_s());
+  EXPECT_EQ(simulator.bytes_bound_s(),
+            Simulator(three_layers(), {2, {{0, 1}}}, Overlap::forward).bytes_bound_s());
   const Profile again = Profile::from_json(p.to_json());
   EXPECT_EQ(again.tensors, p.tensors);
   EXPECT_TRUE(again.tensors.back().sparse());
@@ -162,7 +162,7 @@ TEST(Simulator, ShardsAreUpdatedBetweenScatterAndGather) {
   EXPECT_EQ(simulator.predict(plan).arrived_s, (std::vector<double>{12.5, 13.5, 13.5}));
   EXPECT_EQ(simulator.lateness_s(plan), 3);
   EXPECT_EQ(simulator.step_s(plan), 12.5);
-  EXPECT_GE(simulator.step_s(plan), simulator.bound_s());
+  EXPECT_GE(simulator.step_s(plan), simulator.bytes_bound_s());
   EXPECT_THROW(Simulator(p, {2, {{0, 0.2}}}, Overlap::backward, true), UsageError);
 }
 
@@ -204,8 +204,8 @@ TEST(Simulator, BoundIsPreemptiveEarliestDueDate) {
     const NetworkModel network{4, {{3, 0.25}}};
     for (Overlap overlap : {Overlap::backward, Overlap::forward}) {
       const std::vector<double> due = due_times(p, overlap);
-      EXPECT_NEAR(Simulator(p, network, overlap).bound_s(), bound_by_small_steps(p, 0.25, due),
-                  1e-9);
+      EXPECT_NEAR(Simulator(p, network, overlap).bytes_bound_s(),
+                  bound_by_small_steps(p, 0.25, due), 1e-9);
     }
   }
 }
@@ -229,8 +229,8 @@ TEST(Simulator, NoPlanGoesBelowTheBound) {
       const Plan plan = random_plan(rng, p.tensors);
       const double step = simulator.step_s(plan);
       EXPECT_TRUE(std::isfinite(step));
-      EXPECT_GE(step, simulator.latency_bound_s() - 1e-9);
-      EXPECT_GE(simulator.latency_bound_s(), simulator.bound_s());
+      EXPECT_GE(step, simulator.bound_s() - 1e-9);
+      EXPECT_GE(simulator.bound_s(), simulator.bytes_bound_s());
       EXPECT_GE(step, p.iteration_s());
     }
   }
@@ -245,7 +245,7 @@ TEST(Simulator, TheLatencyBoundHasOneStartup) {
   p.step_s = 6;
   const auto bounds = [&](const NetworkModel& network) {
     const Simulator simulator(p, network, Overlap::backward);
-    return std::pair(simulator.bound_s(), simulator.latency_bound_s());
+    return std::pair(simulator.bytes_bound_s(), simulator.bound_s());
   };
   EXPECT_EQ(bounds({4, {{0, 1}}}), std::pair(10.0, 10.0));
   // A scatter's startup, half of an all_reduce's, before the first byte.
@@ -259,8 +259,8 @@ TEST(Simulator, TheLatencyBoundHasOneStartup) {
   EXPECT_EQ(bounds(split), std::pair(10.0, 11.0));
   // Sharded: both startups, one after the other.
   const Simulator sharded(p, split, Overlap::forward, true);
-  EXPECT_EQ(sharded.bound_s(), 10);
-  EXPECT_EQ(sharded.latency_bound_s(), 13);
+  EXPECT_EQ(sharded.bytes_bound_s(), 10);
+  EXPECT_EQ(sharded.bound_s(), 13);
 }
 
 TEST(Simulator, ABoundThatNeverEndsIsAnError) {
@@ -270,8 +270,8 @@ TEST(Simulator, ABoundThatNeverEndsIsAnError) {
   for (size_t i = 1; i < p.tensors.size(); ++i) p.tensors[i].offset = p.tensors[i - 1].end();
   for (bool sharded : {false, true}) {
     const Simulator simulator(p, network, Overlap::forward, sharded);
+    EXPECT_THROW(simulator.bytes_bound_s(), UsageError);
     EXPECT_THROW(simulator.bound_s(), UsageError);
-    EXPECT_THROW(simulator.latency_bound_s(), UsageError);
   }
 }
 

@@ -131,6 +131,7 @@ def test_prediction_alone(run, tmp_path):
     predicted = _core.simulate(plan, job, network)
     assert shown.value("step") == f"{predicted.step_s * 1e3:.2f} ms"
     assert shown.value("bound") == f"{_core.bound_s(job, network) * 1e3:.2f} ms"
+    assert shown.value("bytes-bound") == f"{_core.bytes_bound_s(job, network) * 1e3:.2f} ms"
     assert not shown.select("dd", id="measured")
     assert shown.select("h1")[0]["text"] == "<three> layers & more: bytescheduler"
     bars = shown.select("rect", **{"class": "bar op"})

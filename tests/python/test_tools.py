@@ -52,7 +52,7 @@ def test_a_plan_is_shown_and_written(profile, tmp_path):
     predicted = _core.simulate(plan, job, network)
     assert f"bytescheduler: {len(plan.ops)} ops" in done.output
     assert f"step {predicted.step_s:.6f} s" in done.output
-    bounds = _core.latency_bound_s(job, network), _core.bound_s(job, network)
+    bounds = _core.bound_s(job, network), _core.bytes_bound_s(job, network)
     assert "bound {:.6f} s, of bytes {:.6f} s".format(*bounds) in done.output
     assert f"{predicted.done_s[-1]:.6f}" in done.output
     assert "fc1.weight" in done.output
@@ -76,8 +76,8 @@ def test_a_plan_for_a_sharded_optimizer(profile, tmp_path):
     plan = _core.Plan.from_json(output.read_text())
     assert {op.kind for op in plan.ops} == {"reduce_scatter", "all_gather"}
     step_s = _core.simulate(plan, job, network, "forward", True).step_s
-    bound_s = _core.bound_s(job, network, "forward", True)
-    assert bound_s > _core.bound_s(job, network)  # gathers wait for all scatters
+    bound_s = _core.bytes_bound_s(job, network, "forward", True)
+    assert bound_s > _core.bytes_bound_s(job, network)  # gathers wait for all scatters
     assert f"step {step_s:.6f} s, bound " in done.output
     assert f", of bytes {bound_s:.6f} s" in done.output
     assert "overlap forward, sharded optimizer" in done.output
@@ -360,7 +360,8 @@ def test_simulation_of_all_policies(profile, tmp_path):
     assert len(rows) == 2 * 2 * 2 * (len(policies) + 1)
     for row in rows:
         assert float(row["step_s"]) >= float(row["bound_s"]) - 1e-12
-        assert float(row["bound_s"]) >= float(row["compute_s"]) - 1e-12
+        assert float(row["bound_s"]) >= float(row["bytes_bound_s"]) - 1e-12
+        assert float(row["bytes_bound_s"]) >= float(row["compute_s"]) - 1e-12
         assert float(row["latency_s"]) == 10e-6
     [row] = [
         row for row in rows
@@ -427,7 +428,7 @@ def test_plans_with_codecs(profile, codec_costs, tmp_path):
     network = _core.NetworkModel.ring(4, 1e-3, 125e6)
     costs = _core.CodecCosts.from_json(codec_costs.read_text())
     steps = {}
-    for policy in ("wfbp", "mergecomp", "mergecomp_online", "auto"):
+    for policy in ("wfbp", "mergecomp", "mergecomp_online"):
         coded = ["--policy", policy, "--codec", "topk:1e-2", "-o", str(output)]
         done = invoke("plan", str(profile), *RING, *coded, "--codec-costs", str(codec_costs))
         assert done.exit_code == 0, done.output
@@ -439,6 +440,13 @@ def test_plans_with_codecs(profile, codec_costs, tmp_path):
         assert steps[policy] > _core.simulate(plan, job, network).step_s
     assert steps["mergecomp"] < steps["wfbp"]
     assert steps["mergecomp"] <= steps["mergecomp_online"] + 1e-12
+    # "auto" may send gradients as they are.
+    coded = ["--policy", "auto", "--codec", "topk:1e-2", "-o", str(output)]
+    done = invoke("plan", str(profile), *RING, *coded, "--codec-costs", str(codec_costs))
+    plan = _core.Plan.from_json(output.read_text())
+    step_s = _core.simulate(plan, job, network, codec_costs=costs).step_s
+    assert f"step {step_s:.6f} s" in done.output
+    assert step_s <= steps["mergecomp"] + 1e-12
     unknown = ["--codec", "fp16", "--codec-costs", str(codec_costs)]
     done = invoke("plan", str(profile), *RING, *unknown)
     assert done.exit_code == 1

@@ -45,25 +45,25 @@ def test_one_gradient_has_a_closed_form(latency_s):
     point = examine(only, network, target)
     assert point.ddp.scaling == pytest.approx(compute_s / (compute_s + alpha_s + bytes_s))
     # No byte flows before a scatter's startup, which is half of an all_reduce's.
-    startups = (point.ddp, alpha_s), (point.latency_bound, alpha_s / 2), (point.bound, 0.0)
+    startups = (point.ddp, alpha_s), (point.bound, alpha_s / 2), (point.bytes_bound, 0.0)
     for outcome, startup_s in startups:
         needed = bytes_s / (room_s - startup_s)
         assert needed * (1 - 1e-9) <= outcome.ratio <= needed * TOLERANCE
-    assert point.latency_bound.ratio <= point.plan.ratio <= point.ddp.ratio * TOLERANCE
+    assert point.bound.ratio <= point.plan.ratio <= point.ddp.ratio * TOLERANCE
     assert point.verdict == NETWORK
 
 
 def test_startups_are_beyond_compression():
     point = examine(job((MEGA, 0.0, 0.1)), ring(1, latency_s=1e-3), 0.95)
     assert point.ddp.ratio == point.plan.ratio == math.inf
-    assert 1 < point.bound.ratio < math.inf
-    assert point.latency_bound.ratio == math.inf
+    assert 1 < point.bytes_bound.ratio < math.inf
+    assert point.bound.ratio == math.inf
     assert "startups, not bytes, take too long here" in whatif.advice([point])
 
 
 def test_more_bandwidth_never_hurts():
     points = [examine(TOP_HEAVY, ring(gbit)) for gbit in (0.5, 2, 3.3, 7, 10, 40)]
-    for schedule, slack in (("ddp", 1.0), ("bound", 1.0), ("plan", 0.99)):  # auto searches
+    for schedule, slack in (("ddp", 1.0), ("bytes_bound", 1.0), ("plan", 0.99)):  # auto searches
         outcomes = [getattr(point, schedule) for point in points]
         for slow, fast in itertools.pairwise(outcomes):
             assert fast.scaling >= slack * slow.scaling
@@ -71,8 +71,8 @@ def test_more_bandwidth_never_hurts():
     assert points[0].verdict == NETWORK
     assert points[-1].verdict == COMPUTE
     for point in points:
-        assert point.bound.scaling >= point.latency_bound.scaling >= point.plan.scaling - 1e-12
-        assert point.bound.ratio <= point.latency_bound.ratio <= point.plan.ratio
+        assert point.bytes_bound.scaling >= point.bound.scaling >= point.plan.scaling - 1e-12
+        assert point.bytes_bound.ratio <= point.bound.ratio <= point.plan.ratio
         assert point.plan.ratio <= point.ddp.ratio
 
 
@@ -82,14 +82,14 @@ def test_ratios_are_enough_and_no_larger(target):
 
     def scaling(schedule, ratio):
         less = network.scaled(1.0, 1.0 / ratio)
-        if schedule == "bound":
-            return TOP_HEAVY.iteration_s / _core.bound_s(TOP_HEAVY, less)
+        if schedule == "bytes_bound":
+            return TOP_HEAVY.iteration_s / _core.bytes_bound_s(TOP_HEAVY, less)
         policy, overlap = {"ddp": ("ddp", "backward"), "plan": ("auto", "forward")}[schedule]
         plan = _core.make_plan(policy, TOP_HEAVY, less, {}, overlap)
         return TOP_HEAVY.iteration_s / _core.simulate(plan, TOP_HEAVY, less, overlap).step_s
 
     point = examine(TOP_HEAVY, network, target)
-    for schedule in ("ddp", "plan", "bound"):
+    for schedule in ("ddp", "plan", "bytes_bound"):
         ratio = getattr(point, schedule).ratio
         assert 1 < ratio < math.inf
         assert scaling(schedule, ratio) >= target
@@ -102,14 +102,14 @@ def test_the_verdict_agrees_with_the_numbers():
         point = examine(TOP_HEAVY, ring(gbit))
         verdicts[gbit] = point.verdict
         assert (point.verdict == COMPUTE) == (point.ddp.ratio == 1)
-        assert (point.verdict == NETWORK) == (point.bound.ratio > 1)
+        assert (point.verdict == NETWORK) == (point.bytes_bound.ratio > 1)
     assert verdicts == {1: NETWORK, 5: SOFTWARE, 100: COMPUTE}
 
 
 def test_startups_that_a_fast_link_cannot_hide_are_latency():
     # 14 startups of 0.5 ms for each of two collectives, and next to no time for the bytes.
     point = examine(job((MEGA, 0.0, 0.1)), ring(1000, latency_s=5e-4), 0.95)
-    assert point.bound.scaling > 0.95 > point.latency_bound.scaling
+    assert point.bytes_bound.scaling > 0.95 > point.bound.scaling
     assert point.verdict == LATENCY
     assert point.ddp.ratio == math.inf
     assert "reduce the startups" in whatif.advice([point])

@@ -50,12 +50,12 @@ class Simulator {
   /// `ready_s`, due dates `due_times` and the earliest due date first, at the least cost of a byte
   /// and without startups (Horn, "Some simple scheduling algorithms", 1974). Of plans without
   /// codecs: those with some send less.
+  double bytes_bound_s() const;
+  /// The same with the least startups, at least `bytes_bound_s`: a gradient's first byte flows no
+  /// sooner than a startup after the gradient is ready, or half of one if it is scattered first,
+  /// and it arrives no sooner than after the shortest op. What a step takes beyond that is up to
+  /// the plan and the software, not to the network.
   double bound_s() const;
-  /// The same with the least startups, at least `bound_s`: a gradient's first byte flows no sooner
-  /// than a startup after the gradient is ready, or half of one if it is scattered first, and it
-  /// arrives no sooner than after the shortest op. What a step takes beyond that is up to the plan
-  /// and the software, not to the network.
-  double latency_bound_s() const;
 
   /// When the last op of the last prediction completed.
   double end_s() const { return end_s_; }

@@ -205,7 +205,7 @@ Plan automatic_searched(const Profile& profile, const NetworkModel& network,
   };
   consider(usual);
   // What no plan can improve on.
-  const double least_s = simulator.latency_bound_s() * (1 + kRounding) - simulator.iteration_s();
+  const double least_s = simulator.bound_s() * (1 + kRounding) - simulator.iteration_s();
   if (all.least_s() <= least_s) return usual.with_ops("auto", usual.ops());
   for_each_rival(profile, network, options, consider);
   const double others_s = all.least_s();
@@ -240,7 +240,7 @@ Plan automatic_searched(const Profile& profile, const NetworkModel& network,
   for (const auto& [_, draft] : drafts) improved[{draft.in_flight, draft.split}] = 0;
   const int64_t work = effort.work / (2 * effort.drafts * std::ssize(improved));
   LocalSearch search(searched, layout, costs, work,
-                     searched.latency_bound_s() - searched.iteration_s());
+                     searched.bound_s() - searched.iteration_s());
   for (auto& [lateness, draft] : drafts) {
     if (improved[{draft.in_flight, draft.split}]++ >= effort.drafts) continue;
     search.improve(draft);

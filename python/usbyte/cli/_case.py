@@ -22,6 +22,7 @@ class Case:
         ops: Number of ops in a step.
         step_s: Predicted seconds of a step.
         bound_s: The bound for this overlap, without a codec, in seconds.
+        bytes_bound_s: The same of bytes alone, without startups.
         compute_s: Seconds of a step without communication.
         codec: Codec of the floating-point gradients.
     """
@@ -37,6 +38,7 @@ class Case:
     ops: int
     step_s: float
     bound_s: float
+    bytes_bound_s: float
     compute_s: float
     codec: str = "none"
 

@@ -85,15 +85,15 @@ def plan(
         write_text(output, made.to_json() + "\n")
     console = Console(highlight=False)
     console.print(_table(made, predicted))
+    bytes_bound_s = _core.bytes_bound_s(job, net, overlap, sharded)
     bound_s = _core.bound_s(job, net, overlap, sharded)
-    latency_bound_s = _core.latency_bound_s(job, net, overlap, sharded)
     console.print(
         f"{job.model or profile}: {job.bytes / _MEGA:.1f} MB in {len(job.tensors)} tensors, "
         f"{net.ranks} ranks, overlap {overlap}{', sharded optimizer' if sharded else ''}",
         markup=False,
     )
     console.print(
-        f"step {predicted.step_s:.6f} s, bound {latency_bound_s:.6f} s, of bytes {bound_s:.6f} s, "
+        f"step {predicted.step_s:.6f} s, bound {bound_s:.6f} s, of bytes {bytes_bound_s:.6f} s, "
         f"without communication {job.iteration_s:.6f} s"
     )
 

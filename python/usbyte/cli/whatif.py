@@ -167,7 +167,7 @@ def _table(model: str, points: Sequence[Point]) -> RenderableType:
             point.rate,
             *(
                 f"{outcome.scaling:.3f}"
-                for outcome in (point.ddp, point.plan, point.latency_bound, point.bound)
+                for outcome in (point.ddp, point.plan, point.bound, point.bytes_bound)
             ),
             *(_needed(outcome) for outcome in (point.ddp, point.plan)),
             point.verdict.removesuffix(" bound"),
@@ -198,7 +198,7 @@ def _json(found: Sequence[tuple[str, Sequence[Point]]]) -> str:
 
     def row(point: Point) -> dict[str, Any]:
         values = asdict(point) | {"verdict": point.verdict}
-        for schedule in ("ddp", "plan", "latency_bound", "bound"):
+        for schedule in ("ddp", "plan", "bound", "bytes_bound"):
             if values[schedule]["ratio"] == math.inf:
                 values[schedule]["ratio"] = None  # JSON has no infinity.
         return values

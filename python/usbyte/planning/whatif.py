@@ -54,8 +54,8 @@ class Point:
         compute_s: Seconds of a step without communication.
         ddp: DDP's buckets of 25 MiB, overlapped with backward.
         plan: Policy auto, overlapped with backward and the next forward.
-        latency_bound: The bound of bytes and startups, which no plan can beat.
-        bound: The bound of bytes alone.
+        bound: The bound, which no plan can beat.
+        bytes_bound: The bound of bytes alone, without startups.
     """
 
     ranks: int
@@ -64,8 +64,8 @@ class Point:
     compute_s: float
     ddp: Outcome
     plan: Outcome
-    latency_bound: Outcome
     bound: Outcome
+    bytes_bound: Outcome
 
     @property
     def rate(self) -> str:
@@ -83,9 +83,9 @@ class Point:
         """
         if self.ddp.scaling >= self.target:
             return COMPUTE
-        if self.latency_bound.scaling >= self.target:
+        if self.bound.scaling >= self.target:
             return SOFTWARE
-        return LATENCY if self.bound.scaling >= self.target else NETWORK
+        return LATENCY if self.bytes_bound.scaling >= self.target else NETWORK
 
 
 def examine(job: _core.Profile, network: _core.NetworkModel, target: float = 0.95) -> Point:
@@ -123,11 +123,11 @@ def examine(job: _core.Profile, network: _core.NetworkModel, target: float = 0.9
         faster = carrying(ratio)
         return _core.simulate(_core.make_plan("auto", job, faster), job, faster).step_s
 
+    def bytes_bound_s(ratio: float) -> float:
+        return _core.bytes_bound_s(job, carrying(ratio))
+
     def bound_s(ratio: float) -> float:
         return _core.bound_s(job, carrying(ratio))
-
-    def latency_bound_s(ratio: float) -> float:
-        return _core.latency_bound_s(job, carrying(ratio))
 
     def outcome(step_s: Callable[[float], float], lowest: float = 1.0) -> Outcome:
         now_s = step_s(1.0)
@@ -136,11 +136,12 @@ def examine(job: _core.Profile, network: _core.NetworkModel, target: float = 0.9
             ratio = least_ratio(lambda r: job.iteration_s >= target * step_s(r), lowest)
         return Outcome(now_s, job.iteration_s / now_s, ratio)
 
-    bound, limit = outcome(bound_s), outcome(latency_bound_s)
+    bound = outcome(bound_s)
     # No plan needs a smaller ratio than the bound. Starting there saves calls of the slow `auto`.
-    plan = outcome(plan_s, limit.ratio)
+    plan = outcome(plan_s, bound.ratio)
     return Point(
-        network.ranks, bandwidth, target, job.iteration_s, outcome(ddp_s), plan, limit, bound
+        network.ranks, bandwidth, target, job.iteration_s, outcome(ddp_s), plan, bound,
+        outcome(bytes_bound_s),
     )  # fmt: skip
 
 

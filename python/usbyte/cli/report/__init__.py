@@ -90,6 +90,7 @@ def report(
         sharded=sharded,
         prediction=_core.simulate(made, job, net, overlap, sharded, costs),
         bound_s=_core.bound_s(job, net, overlap, sharded),
+        bytes_bound_s=_core.bytes_bound_s(job, net, overlap, sharded),
         network=net,
         measured=trace.aligned(measured, made, job) if measured is not None else None,
     )

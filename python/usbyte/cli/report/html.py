@@ -46,6 +46,7 @@ def _facts(scene: Scene) -> Iterator[tuple[str, str, str, str]]:
     if scene.measured is not None and scene.measured.step_s is not None:
         yield "measured", "measured step", _ms(scene.measured.step_s), main
     yield "bound", "bound", _ms(scene.bound_s), main
+    yield "bytes-bound", "bound of bytes", _ms(scene.bytes_bound_s), ""
     yield "compute", "without communication", _ms(scene.profile.iteration_s), ""
     yield "overlap", "overlap", scene.overlap, ""
     if scene.sharded:
@@ -61,7 +62,7 @@ def _note(scene: Scene) -> str:
     text = (
         "Time runs from the beginning of a forward pass. The colour of an operation says how early "
         "the forward pass needs it, from red to blue. The bound is the step time that no plan "
-        "without codecs can beat."
+        "without codecs can beat; the bound of bytes leaves startups out."
     )
     if scene.measured is not None:
         text += (

@@ -56,6 +56,7 @@ class Scene:
         sharded: Whether each rank updates only its shard of the parameters.
         prediction: Prediction of the plan under `network`.
         bound_s: The bound, in seconds.
+        bytes_bound_s: The bound of bytes alone, without startups.
         network: The network model.
         measured: The measured step, on the clock of the prediction; None without a trace.
     """
@@ -66,6 +67,7 @@ class Scene:
     sharded: bool
     prediction: _core.Prediction
     bound_s: float
+    bytes_bound_s: float
     network: _core.NetworkModel
     measured: Measured | None
 

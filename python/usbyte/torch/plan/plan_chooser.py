@@ -184,8 +184,8 @@ class PlanChooser:
         # With overlap "backward", the predicted step ends with its backward pass.
         all_ops = self._with_rows(plan, profile, schemes)
         predicted = self._plans.step_s(all_ops, profile, network, overlap)
-        bound = _core.bound_s(profile, network, self._plans.overlap, self._sharded)
-        return Decision(plan, profile, network, predicted, bound, trial_steps, schemes, overlap)
+        bound_s = _core.bound_s(profile, network, self._plans.overlap, self._sharded)
+        return Decision(plan, profile, network, predicted, bound_s, trial_steps, schemes, overlap)
 
     def _with_rows(
         self, plan: _core.Plan, profile: _core.Profile, schemes: Mapping[str, SchemeChoice]
