@@ -175,7 +175,7 @@ TEST(Batching, NoJobsNoBatches) { EXPECT_TRUE(batch_exactly({}, {}, 1).begins.em
 TEST(Draft, WindowsAdmitSoManyOps) {
   const Plan layout("layout", {{"a", 100, DType::float32, 0}},
                     {{Collective::all_reduce, {{0, 100}}, 1, false}});
-  Draft draft{{{{90, 100}}, {{40, 90}}, {{0, 10}, {20, 40}}, {{10, 20}}}, 2, false};
+  Draft draft{{{{{90, 100}}}, {{{40, 90}}}, {{{0, 10}, {20, 40}}}, {{{10, 20}}}}, 2};
   const std::vector<double> due = {0};
   const auto windows = [&](const NetworkModel& network) {
     const Plan plan = build(draft, layout, {network, due});
@@ -194,10 +194,29 @@ TEST(Draft, WindowsAdmitSoManyOps) {
   draft.in_flight = 1;
   EXPECT_EQ(windows({}), (std::vector<int64_t>{40, 200, 120, 40}));
   EXPECT_EQ(windows(network), (std::vector<int64_t>{40, 240, 120, 160}));
-  draft.split = true;
+  for (DraftOp& op : draft.ops) op.split = true;
   const Plan split = build(draft, layout, {network, due});
   EXPECT_EQ(split.ops().front().kind, Collective::reduce_scatter);
   EXPECT_EQ(split.ops().back().kind, Collective::all_gather);
+}
+
+TEST(Draft, GathersComeByDueDateAfterTheLastScatter) {
+  const Plan layout("layout",
+                    {{"a", 10, DType::float32, 0},
+                     {"b", 10, DType::float32, 10},
+                     {"c", 10, DType::float32, 20},
+                     {"d", 10, DType::float32, 30}},
+                    {{Collective::all_reduce, {{0, 40}}, 1, false}});
+  const std::vector<double> due = {0, 1, 2, 3};
+  const Draft draft{{{{{30, 40}}}, {{{10, 20}}, true}, {{{0, 10}}}, {{{20, 30}}}}, 1};
+  const Plan plan = build(draft, layout, {NetworkModel{4, {{1, 1}}}, due});
+  std::vector<std::pair<Collective, int64_t>> launched;
+  for (const Op& op : plan.ops()) launched.emplace_back(op.kind, op.blocks.front().begin);
+  EXPECT_EQ(launched, (std::vector<std::pair<Collective, int64_t>>{{Collective::all_reduce, 30},
+                                                                   {Collective::reduce_scatter, 10},
+                                                                   {Collective::all_reduce, 0},
+                                                                   {Collective::all_gather, 10},
+                                                                   {Collective::all_reduce, 20}}));
 }
 
 TEST(LocalSearch, NeverMakesItWorse) {
@@ -210,11 +229,11 @@ TEST(LocalSearch, NeverMakesItWorse) {
     const Plan layout = make_plan("wfbp", p, network);
     const std::vector<double> due = simulator.due_s();
     for (bool split : {false, true}) {
-      Draft draft{{}, static_cast<int>(uniform(rng, 1, 3)), split};
-      for (const Op& op : layout.ops()) draft.ops.push_back(op.blocks);
+      Draft draft{{}, static_cast<int>(uniform(rng, 1, 3))};
+      for (const Op& op : layout.ops()) draft.ops.push_back({op.blocks, split});
       const DraftCosts costs(network, due);
       const double before = simulator.lateness_s(build(draft, layout, costs));
-      const double after = LocalSearch(simulator, layout, costs, 50000, -1e9).improve(draft);
+      const double after = LocalSearch(simulator, layout, costs, 50000, -1e9, i % 2).improve(draft);
       EXPECT_LE(after, before);
       EXPECT_NEAR(simulator.lateness_s(build(draft, layout, costs)), after, 1e-12);
     }
@@ -235,9 +254,9 @@ TEST(LocalSearch, SimplifiesWithinItsLimit) {
     const auto lateness_s = [&](const Draft& d) {
       return simulator.lateness_s(build(d, layout, costs));
     };
-    Draft draft{{}, static_cast<int>(uniform(rng, 1, 3)), false};
-    for (const Op& op : layout.ops()) draft.ops.push_back(op.blocks);
-    LocalSearch search(simulator, layout, costs, 0, 0);
+    Draft draft{{}, static_cast<int>(uniform(rng, 1, 3))};
+    for (const Op& op : layout.ops()) draft.ops.push_back({op.blocks});
+    LocalSearch search(simulator, layout, costs, 0, 0, true);
 
     const double limit = lateness_s(draft) + static_cast<double>(uniform(rng, 0, 10));
     Draft some = draft;
@@ -253,12 +272,13 @@ TEST(LocalSearch, SimplifiesWithinItsLimit) {
       return network.one_shot.takes(Collective::all_reduce, layout.bytes({{}, blocks}));
     };
     for (size_t op = 0; op + 1 < all.ops.size(); ++op) {
-      const auto &one = all.ops[op], &next = all.ops[op + 1];
+      const auto &one = all.ops[op].blocks, &next = all.ops[op + 1].blocks;
       const bool of_one_dtype = layout.dtype(one.front()) == layout.dtype(next.front());
       EXPECT_FALSE(of_one_dtype && !shot(one) && !shot(next));
     }
-    for (const auto& before : draft.ops) {
-      for (const auto& after : all.ops) {
+    for (const auto& [before, _] : draft.ops) {
+      for (const auto& [after, split] : all.ops) {
+        EXPECT_FALSE(split);
         if (!shot(before) || shot(after)) continue;
         for (Block b : after) EXPECT_FALSE(b.begin <= before[0].begin && before[0].end <= b.end);
         ++kept_apart;
@@ -283,11 +303,12 @@ TEST(LocalSearch, CutsOffWhatFitsInOneShot) {
   Simulator simulator(p, network, Overlap::forward);
   const Plan layout = make_plan("wfbp", p, network);
   const std::vector<double> due = simulator.due_s();
-  Draft draft{{{{0, 16}, {3016, 4016}}, {{16, 3016}}}, 1, false};
-  LocalSearch search(simulator, layout, {network, due}, 0, kNever);
+  Draft draft{{{{{0, 16}, {3016, 4016}}}, {{{16, 3016}}}}, 1};
+  LocalSearch search(simulator, layout, {network, due}, 0, kNever, false);
   EXPECT_LE(search.improve(draft), 0);
-  EXPECT_NE(std::find(draft.ops.begin(), draft.ops.end(), std::vector<Block>{{0, 16}}),
-            draft.ops.end());
+  const std::vector<Block> first = {{0, 16}};
+  EXPECT_TRUE(
+      std::ranges::any_of(draft.ops, [&](const DraftOp& op) { return op.blocks == first; }));
 }
 
 // The first layer's few bytes are the last to be ready and the first to be due.
@@ -320,7 +341,7 @@ void draw_sizes(std::mt19937& rng, PolicyOptions& options) {
   options.partition_bytes = sizes[static_cast<size_t>(partition)];
   const auto credit = uniform(rng, partition, static_cast<int64_t>(sizes.size()) - 1);
   options.credit_bytes = sizes[static_cast<size_t>(credit)];
-  options.unit_bytes = int64_t{64 << 10} << uniform(rng, 0, 6);
+  options.unit_bytes = int64_t{64 << 10} << uniform(rng, 0, 9);
 }
 
 TEST(Auto, IsNeverWorseThanAnyOtherPolicyOfAnySize) {

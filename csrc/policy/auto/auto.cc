@@ -50,7 +50,7 @@ class PlanBuilder {
   }
 
   Draft draft(const HeuristicParams& params) {
-    Draft out{{}, params.in_flight, params.split};
+    Draft out{{}, params.in_flight};
     sent_.assign(due_s_.size(), 0);
     ready_.assign(due_s_.size(), false);
     std::priority_queue<int, std::vector<int>, std::greater<>> queue;  // ranks by due date
@@ -76,7 +76,7 @@ class PlanBuilder {
         continue;
       }
       mark(blocks);
-      out.ops.push_back(blocks);
+      out.ops.push_back({blocks, params.split});
       now += length;
     }
     finish(out, params, now);
@@ -135,8 +135,10 @@ class PlanBuilder {
           batch < batching.begins.size() && static_cast<int>(i) == batching.begins[batch];
       const TensorSpec& spec = profile_.tensors[at(left[i])];
       if (first) ++batch;
-      if (first || layout_.dtype(out.ops.back().front()) != spec.dtype) out.ops.emplace_back();
-      add(out.ops.back(), {spec.offset + sent_[at(left[i])], spec.end()}, layout_);
+      if (first || layout_.dtype(out.ops.back().blocks.front()) != spec.dtype) {
+        out.ops.push_back({{}, params.split});
+      }
+      add(out.ops.back().blocks, {spec.offset + sent_[at(left[i])], spec.end()}, layout_);
     }
   }
 
@@ -221,28 +223,33 @@ Plan automatic_searched(const Profile& profile, const NetworkModel& network,
   Simulator searched(job, assumed, options.overlap, options.sharded);
   const Plan layout = wfbp(job, network, options);
   const DraftCosts costs(assumed, searched.due_s());
-  std::vector<std::pair<double, Draft>> drafts;
+  struct Found {
+    double lateness_s;
+    bool split;
+    Draft draft;
+  };
+  std::vector<Found> drafts;
   PlanBuilder builder(job, layout, searched.due_s());
   for (const HeuristicParams& params :
        heuristic_params(assumed, static_cast<double>(profile.bytes()), options.sharded)) {
     Draft draft = builder.draft(params);
-    const bool several = draft.split && draft.in_flight > 1;
+    const bool several = params.split && params.in_flight > 1;
     for (bool as_scattered : several ? std::vector{false, true} : std::vector{false}) {
       draft.gathers_as_scattered = as_scattered;
       const Plan plan = build(draft, layout, costs);
-      drafts.emplace_back(searched.lateness_s(plan), draft);
+      drafts.push_back({searched.lateness_s(plan), params.split, draft});
       consider(usual.with_ops("auto", plan.ops()));
     }
   }
   std::stable_sort(drafts.begin(), drafts.end(),
-                   [](const auto& a, const auto& b) { return a.first < b.first; });
-  std::map<std::pair<int, bool>, int> improved;  // neither of which the search changes
-  for (const auto& [_, draft] : drafts) improved[{draft.in_flight, draft.split}] = 0;
+                   [](const Found& a, const Found& b) { return a.lateness_s < b.lateness_s; });
+  std::map<std::pair<int, bool>, int> improved;  // by ops in flight and kind before the search
+  for (const Found& found : drafts) improved[{found.draft.in_flight, found.split}] = 0;
   const int64_t work = effort.work / (2 * effort.drafts * std::ssize(improved));
-  LocalSearch search(searched, layout, costs, work,
-                     searched.bound_s() - searched.iteration_s());
-  for (auto& [lateness, draft] : drafts) {
-    if (improved[{draft.in_flight, draft.split}]++ >= effort.drafts) continue;
+  LocalSearch search(searched, layout, costs, work, searched.bound_s() - searched.iteration_s(),
+                     !options.sharded);
+  for (auto& [lateness_s, split, draft] : drafts) {
+    if (improved[{draft.in_flight, split}]++ >= effort.drafts) continue;
     search.improve(draft);
     search.simplify(draft, kSimpler * profile.iteration_s());
     consider(usual.with_ops("auto", build(draft, layout, costs).ops()));

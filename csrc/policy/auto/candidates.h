@@ -11,7 +11,7 @@
 namespace usbyte {
 
 /// Share of an iteration by which a plan may be later than the best one and still be chosen.
-inline constexpr double kAlmost = 0.005;
+inline constexpr double kAlmost = 0.004;
 
 /// The simulated plans that no other one beats in both lateness and number of ops.
 class Candidates {

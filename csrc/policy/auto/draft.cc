@@ -20,11 +20,12 @@ std::vector<std::vector<Block>> as_scattered(const Draft& draft, const Plan& lay
                                              const DraftCosts& costs) {
   std::vector<std::pair<double, size_t>> order;
   for (size_t i = 0; i < draft.ops.size(); ++i) {
-    order.emplace_back(due_of({Collective::all_gather, draft.ops[i]}, layout, costs), i);
+    if (!draft.ops[i].split) continue;
+    order.emplace_back(due_of({Collective::all_gather, draft.ops[i].blocks}, layout, costs), i);
   }
   std::sort(order.begin(), order.end());
   std::vector<std::vector<Block>> out;
-  for (const auto& [due, i] : order) out.push_back(draft.ops[i]);
+  for (const auto& [due, i] : order) out.push_back(draft.ops[i].blocks);
   return out;
 }
 
@@ -37,8 +38,9 @@ std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& layout,
     double length_s, due_s;
   };
   std::vector<Gather> gathered;
-  for (const auto& blocks : draft.ops) {
-    for (Block b : blocks) {
+  for (const DraftOp& scattered : draft.ops) {
+    if (!scattered.split) continue;
+    for (Block b : scattered.blocks) {
       const Op op{Collective::all_gather, {b}};
       gathered.push_back({b, layout.dtype(b),
                           costs.gather.beta_s_per_byte * static_cast<double>(layout.bytes(op)),
@@ -66,22 +68,16 @@ std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& layout,
   return out;
 }
 
-void append(std::vector<Op>& ops, Collective kind, const std::vector<std::vector<Block>>& all,
-            int in_flight, const OneShot& one_shot, const Plan& layout) {
+// Sets the windows of ops in launch order.
+void admit(std::vector<Op>& ops, int in_flight, const OneShot& one_shot, const Plan& layout) {
   int64_t launched_bytes = 0;
   std::vector<int64_t> ends;  // of those that do not go in one shot, in bytes launched
-  const auto count = [&](const Op& op) {
+  for (Op& op : ops) {
     const int64_t bytes = layout.bytes(op);
     launched_bytes += bytes;
     if (!one_shot.takes(op.kind, bytes)) ends.push_back(launched_bytes);
-  };
-  for (const Op& op : ops) count(op);
-  for (const auto& blocks : all) {
-    Op op{kind, blocks, 1};
-    count(op);
     const auto outside = std::ssize(ends) - in_flight - 1;  // the last one before the window
     op.window_bytes = launched_bytes - (outside >= 0 ? ends[static_cast<size_t>(outside)] : 0);
-    ops.push_back(std::move(op));
   }
 }
 
@@ -89,13 +85,28 @@ void append(std::vector<Op>& ops, Collective kind, const std::vector<std::vector
 
 Plan build(const Draft& draft, const Plan& layout, const DraftCosts& costs) {
   std::vector<Op> ops;
-  if (draft.split) {
-    append(ops, Collective::reduce_scatter, draft.ops, draft.in_flight, costs.one_shot, layout);
-    append(ops, Collective::all_gather, gathers(draft, layout, costs), draft.in_flight,
-           costs.one_shot, layout);
-  } else {
-    append(ops, Collective::all_reduce, draft.ops, draft.in_flight, costs.one_shot, layout);
+  const auto last_split = std::find_if(draft.ops.rbegin(), draft.ops.rend(),
+                                       [](const DraftOp& op) { return op.split; });
+  for (auto it = draft.ops.begin(); it != last_split.base(); ++it) {
+    ops.push_back({it->split ? Collective::reduce_scatter : Collective::all_reduce, it->blocks, 1});
   }
+  std::vector<std::vector<Block>> gathered;
+  if (last_split != draft.ops.rend()) gathered = gathers(draft, layout, costs);
+  auto next = gathered.begin();
+  const auto gather_before = [&](double due) {
+    for (; next != gathered.end(); ++next) {
+      Op op{Collective::all_gather, *next, 1};
+      if (due_of(op, layout, costs) > due) return;
+      ops.push_back(std::move(op));
+    }
+  };
+  for (auto it = last_split.base(); it != draft.ops.end(); ++it) {
+    Op op{Collective::all_reduce, it->blocks, 1};
+    if (next != gathered.end()) gather_before(due_of(op, layout, costs));
+    ops.push_back(std::move(op));
+  }
+  gather_before(std::numeric_limits<double>::infinity());
+  admit(ops, draft.in_flight, costs.one_shot, layout);
   return layout.with_ops("auto", std::move(ops));
 }
 

@@ -8,13 +8,17 @@
 
 namespace usbyte {
 
-/// What a search changes: the blocks of each op in launch order, and what applies to all of them.
-struct Draft {
-  std::vector<std::vector<Block>> ops;  ///< blocks of one dtype, ascending and apart
-  int in_flight = 1;                    ///< ops at a time
-  /// False: all_reduces. True: reduce_scatters, and then all_gathers of the same blocks.
+/// An all_reduce; or, if split, a reduce_scatter and an all_gather of the same blocks.
+struct DraftOp {
+  std::vector<Block> blocks;  ///< of one dtype, ascending and apart
   bool split = false;
-  bool gathers_as_scattered = false;  ///< of a split draft
+};
+
+/// What a search changes: the ops in launch order, and what applies to all of them.
+struct Draft {
+  std::vector<DraftOp> ops;
+  int in_flight = 1;                  ///< ops at a time
+  bool gathers_as_scattered = false;  ///< one all_gather for each reduce_scatter
 };
 
 /// What shapes a plan beyond its draft: the costs of the network, and when each tensor is due, s.
@@ -29,8 +33,10 @@ struct DraftCosts {
 
 /// The plan that a draft means, for the tensors of `layout`. With k in flight, the window of each
 /// op is the bytes of the k - 1 ops before it and its own; those that go in one shot are not
-/// counted among the k, and there is room for them besides. The gathers of a split draft come by
-/// due date, in the batches that `batch_exactly` finds for one at a time, or those of its scatters.
+/// counted among the k, and there is room for them besides. The gathers begin after the last
+/// scatter, by due date, in the batches that `batch_exactly` finds for one at a time, or those of
+/// the scatters. Of all_reduces after the last scatter, each waits for the gathers that are due
+/// before it.
 Plan build(const Draft& draft, const Plan& layout, const DraftCosts& costs);
 
 /// Adds `block` to `blocks`, which are ascending and apart, joining neighbours of one dtype.

@@ -78,8 +78,8 @@ double LocalSearch::improve(Draft& draft) {
   hill_climb(draft);
   std::mt19937 random;
   int fruitless = 0;
-  while (left_ > 0 && best_.lateness_s > enough_s_ + slack_s_ && draft.ops.size() > 1 &&
-         fruitless < kMostFruitless) {
+  while (left_ > 0 && best_.lateness_s > enough_s_ + slack_s_ &&
+         (draft.ops.size() > 1 || may_mix_) && fruitless < kMostFruitless) {
     const Score before = best_;
     Draft changed = draft;
     for (size_t kicks = 1 + random() % kMostKicks; kicks > 0; --kicks) perturb(changed, random);
@@ -113,20 +113,22 @@ void LocalSearch::simplify(Draft& draft, double worse_s) {
 
 bool LocalSearch::join_next(Draft& draft, size_t op) const {
   const auto next = draft.ops.begin() + static_cast<std::ptrdiff_t>(op) + 1;
-  if (layout_->dtype(draft.ops[op].front()) != layout_->dtype(next->front())) return false;
-  for (Block b : *next) add(draft.ops[op], b, *layout_);
+  DraftOp& first = draft.ops[op];
+  if (first.split != next->split) return false;
+  if (layout_->dtype(first.blocks.front()) != layout_->dtype(next->blocks.front())) return false;
+  for (Block b : next->blocks) add(first.blocks, b, *layout_);
   draft.ops.erase(next);
   return true;
 }
 
 bool LocalSearch::one_shot(const Draft& draft, size_t op) const {
-  return !draft.split &&
-         costs_.one_shot.takes(Collective::all_reduce, layout_->bytes({{}, draft.ops[op]}));
+  const auto& [blocks, split] = draft.ops[op];
+  return !split && costs_.one_shot.takes(Collective::all_reduce, layout_->bytes({{}, blocks}));
 }
 
 // Elements of the whole tensors at the beginning of `op` that go in one shot.
 int64_t LocalSearch::head(const Draft& draft, size_t op) const {
-  const std::vector<Block>& blocks = draft.ops[op];
+  const std::vector<Block>& blocks = draft.ops[op].blocks;
   const int64_t most =
       costs_.one_shot.most_bytes / static_cast<int64_t>(itemsize(layout_->dtype(blocks.front())));
   int64_t whole = 0, before = 0;
@@ -144,17 +146,18 @@ int64_t LocalSearch::head(const Draft& draft, size_t op) const {
 void LocalSearch::perturb(Draft& draft, std::mt19937& random) const {
   const auto any = [&](size_t count) { return static_cast<size_t>(random()) % count; };
   const size_t i = any(draft.ops.size());
-  std::vector<Block> op = std::move(draft.ops[i]);
+  if (may_mix_ && any(4) == 0) draft.ops[i].split = !draft.ops[i].split;
+  DraftOp op = std::move(draft.ops[i]);
   draft.ops.erase(draft.ops.begin() + static_cast<std::ptrdiff_t>(i));
-  const auto insert = [&](std::vector<Block> blocks, size_t at) {
-    draft.ops.insert(draft.ops.begin() + static_cast<std::ptrdiff_t>(at), std::move(blocks));
+  const auto insert = [&](DraftOp inserted, size_t at) {
+    draft.ops.insert(draft.ops.begin() + static_cast<std::ptrdiff_t>(at), std::move(inserted));
   };
-  const int64_t all = numel(op);
+  const int64_t all = numel(op.blocks);
   if (all > 1 && any(2) == 0) {
     const double part = static_cast<double>(1 + any(kParts - 1)) / kParts;
     const int64_t count =
         std::clamp<int64_t>(static_cast<int64_t>(part * static_cast<double>(all)), 1, all - 1);
-    insert(take(op, count), i);
+    insert({take(op.blocks, count), op.split}, i);
     insert(std::move(op), i + 1 + any(draft.ops.size() - i));
   } else {
     insert(std::move(op), any(draft.ops.size() + 1));
@@ -165,8 +168,8 @@ void LocalSearch::hill_climb(Draft& draft) {
   bool found = true;
   while (found && left_ > 0) {
     found = false;
-    for (auto step :
-         {&LocalSearch::join, &LocalSearch::shift, &LocalSearch::cut, &LocalSearch::move}) {
+    for (auto step : {&LocalSearch::join, &LocalSearch::change_kind, &LocalSearch::shift,
+                      &LocalSearch::cut, &LocalSearch::move}) {
       while (left_ > 0 && (this->*step)(draft)) found = true;
     }
   }
@@ -196,6 +199,16 @@ bool LocalSearch::join(Draft& draft) {
   return found;
 }
 
+bool LocalSearch::change_kind(Draft& draft) {
+  bool found = false;
+  for (size_t i = 0; may_mix_ && i < draft.ops.size() && left_ > 0; ++i) {
+    Draft changed = draft;
+    changed.ops[i].split = !changed.ops[i].split;
+    found |= accept(draft, std::move(changed));
+  }
+  return found;
+}
+
 bool LocalSearch::move(Draft& draft) {
   bool found = false;
   const auto count = static_cast<std::ptrdiff_t>(draft.ops.size());
@@ -219,19 +232,19 @@ bool LocalSearch::move(Draft& draft) {
 bool LocalSearch::cut(Draft& draft) {
   bool found = false;
   for (size_t i = 0; i < draft.ops.size(); ++i) {
-    const int64_t all = numel(draft.ops[i]);
+    const int64_t all = numel(draft.ops[i].blocks);
     for (double part : {0.0, 0.5, 0.25, 0.75}) {
       if (left_ <= 0) return found;
       int64_t count = static_cast<int64_t>(part * static_cast<double>(all));
       if (part == 0) {
-        count = draft.split ? 0 : head(draft, i);
-      } else if (draft.ops[i].size() == 1) {
-        const Block b = draft.ops[i].front();
+        count = draft.ops[i].split ? 0 : head(draft, i);
+      } else if (draft.ops[i].blocks.size() == 1) {
+        const Block b = draft.ops[i].blocks.front();
         count = snap(*layout_, b.begin + count, b.begin, b.end) - b.begin;
       }
       if (count <= 0 || count >= all) continue;
       Draft changed = draft;
-      std::vector<Block> first = take(changed.ops[i], count);
+      const DraftOp first{take(changed.ops[i].blocks, count), changed.ops[i].split};
       const auto at = changed.ops.begin() + static_cast<std::ptrdiff_t>(i);
       Draft late_first = changed;
       changed.ops.insert(at, first);
@@ -241,7 +254,7 @@ bool LocalSearch::cut(Draft& draft) {
       }
       // The half farther from the input later than all others.
       late_first.ops.push_back(std::move(late_first.ops[i]));
-      late_first.ops[i] = std::move(first);
+      late_first.ops[i] = first;
       if (accept(draft, std::move(late_first))) {
         found = true;
         break;
@@ -261,7 +274,7 @@ bool LocalSearch::shift(Draft& draft) {
   for (size_t start = 0; again && left_ > 0;) {
     std::vector<OpBlock> pieces;
     for (size_t i = 0; i < draft.ops.size(); ++i) {
-      for (Block b : draft.ops[i]) pieces.push_back({b, i});
+      for (Block b : draft.ops[i].blocks) pieces.push_back({b, i});
     }
     std::sort(pieces.begin(), pieces.end(),
               [](const OpBlock& a, const OpBlock& b) { return a.block < b.block; });
@@ -277,10 +290,10 @@ bool LocalSearch::shift(Draft& draft) {
         const int64_t edge = snap(*layout_, left.block.end + n, left.block.begin, right.block.end);
         if (edge <= left.block.begin || edge >= right.block.end || edge == left.block.end) continue;
         Draft changed = draft;
-        for (Block& b : changed.ops[left.op]) {
+        for (Block& b : changed.ops[left.op].blocks) {
           if (b == left.block) b.end = edge;
         }
-        for (Block& b : changed.ops[right.op]) {
+        for (Block& b : changed.ops[right.op].blocks) {
           if (b == right.block) b.begin = edge;
         }
         if (accept(draft, std::move(changed))) {

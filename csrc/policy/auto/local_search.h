@@ -14,15 +14,22 @@ class LocalSearch {
  public:
   /// `layout` holds the tensors of the simulated job; `work` is the budget of each `improve` and
   /// each `simplify`, in tensors and ops simulated, and more for large jobs. No random changes are
-  /// tried once the lateness is `enough_s`.
+  /// tried once the lateness is `enough_s`. `may_mix`: ops may change between all_reduces and
+  /// split ones.
   LocalSearch(Simulator& simulator, const Plan& layout, const DraftCosts& costs, int64_t work,
-              double enough_s)
-      : simulator_(&simulator), layout_(&layout), costs_(costs), work_(work), enough_s_(enough_s) {}
+              double enough_s, bool may_mix)
+      : simulator_(&simulator),
+        layout_(&layout),
+        costs_(costs),
+        work_(work),
+        enough_s_(enough_s),
+        may_mix_(may_mix) {}
 
   /// Hill climbing, and again after a few random changes to the best that was found. It goes over
   /// these changes: join two ops that are neighbours in launch order; move an op elsewhere in the
   /// order; cut an op in two, also so that the first goes in one shot; shift the edge between two
-  /// blocks of different ops in the flat buffer. Returns the predicted lateness, s.
+  /// blocks of different ops in the flat buffer; make an all_reduce a split op, or the other way.
+  /// Returns the predicted lateness, s.
   double improve(Draft& draft);
   /// Goes once over the ops in launch order, as far as the budget lasts, and joins neighbours where
   /// the predicted lateness does not grow by more than `worse_s` in all: fewer ops, of which the
@@ -48,12 +55,14 @@ class LocalSearch {
   bool move(Draft& draft);
   bool cut(Draft& draft);
   bool shift(Draft& draft);
+  bool change_kind(Draft& draft);
 
   Simulator* simulator_;
   const Plan* layout_;
   DraftCosts costs_;
   int64_t work_;
   double enough_s_;
+  bool may_mix_;
   double slack_s_ = 0;
   int64_t left_ = 0;
   Score best_{};
