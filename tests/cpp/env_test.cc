@@ -60,8 +60,8 @@ TEST_F(EnvTest, Defaults) {
   const Env env = Env::read();
   EXPECT_EQ(env.backend, "");
   EXPECT_EQ(env.policy, "");
-  EXPECT_EQ(env.partition_bytes, 8 * kMiB);
-  EXPECT_EQ(env.credit_bytes, 16 * kMiB);
+  EXPECT_EQ(env.partition_bytes, 32 * kMiB);
+  EXPECT_EQ(env.credit_bytes, 64 * kMiB);
   EXPECT_EQ(env.bucket_bytes, 25 * kMiB);
   EXPECT_EQ(env.one_shot_bytes, 32 * 1024);
   EXPECT_EQ(env.learning_steps, 5);
@@ -186,7 +186,7 @@ TEST_F(EnvTest, LogLevel) {
 
 TEST_F(EnvTest, EmptyIsUnset) {
   const Env env = read_with("USBYTE_CREDIT_BYTES", "");
-  EXPECT_EQ(env.credit_bytes, 16 * kMiB);
+  EXPECT_EQ(env.credit_bytes, 64 * kMiB);
   EXPECT_TRUE(std::none_of(env.variables.begin(), env.variables.end(),
                            [](const EnvVariable& variable) { return variable.set; }));
 }

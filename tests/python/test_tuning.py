@@ -60,8 +60,8 @@ def test_bytescheduler_is_tuned_within_its_bounds_to_nearly_the_best(job):
     assert len(tuner.trials) == 15
     assert sizes(tuner)[0] == [30, 30]
     for partition, credit in sizes(tuner):
-        assert 2 <= partition <= 32
-        assert 4 <= credit <= 64
+        assert 8 <= partition <= 128
+        assert 16 <= credit <= 256
         assert partition <= credit
     grid = [
         job.simulated_s(search.space.at((i / 16, j / 16)).plan)
@@ -81,6 +81,16 @@ def test_dear_is_tuned_within_its_bounds_to_nearly_the_best(job):
     grid = [job.simulated_s(search.space.at((i / 256,)).plan) for i in range(257)]
     assert tuner.trials[0].step_s > 1.02 * min(grid)
     assert job.simulated_s(tuner.best().plan) <= 1.02 * min(grid)
+
+
+@pytest.mark.parametrize("policy", ["us-byte", "dcredit"])
+def test_units_are_tuned_to_the_best_power_of_two(job, policy):
+    tuner = run(tuning.TUNED[f"tune:{policy}"](job), job.simulated_s)
+    tried = [unit for [unit] in sizes(tuner)]  # of equal plans only the first
+    assert tried[:4] == [0.25, 0.5, 1, 2]
+    assert set(tried) <= {0.25 * 2**k for k in range(8)}
+    steps_s = [job.simulated_s(job.plan(policy, unit_bytes=MIB // 4 << k)) for k in range(8)]
+    assert job.simulated_s(tuner.best().plan) == min(steps_s) < max(steps_s)
 
 
 @pytest.mark.parametrize("tensors", [1, 2, 3, 4, 30, 161])
@@ -110,8 +120,8 @@ def test_mergecomp_finds_the_boundary_by_few_trials(tensors):
     assert alone.candidate.what == "one group"
 
 
-@pytest.mark.parametrize("partition", [1, 2 * MIB, 32 * MIB, 1 << 40])
-@pytest.mark.parametrize("credit", [1, 64 * MIB, 1 << 40])
+@pytest.mark.parametrize("partition", [1, 8 * MIB, 128 * MIB, 1 << 40])
+@pytest.mark.parametrize("credit", [1, 256 * MIB, 1 << 40])
 def test_no_point_has_a_credit_that_holds_no_part(job, partition, credit):
     options = {"partition_bytes": partition, "credit_bytes": credit}
     job = tuning.TuningTask(job.profile, job.network, options)
@@ -120,8 +130,8 @@ def test_no_point_has_a_credit_that_holds_no_part(job, partition, credit):
     for candidate in [*search.starts, *map(search.space.at, points)]:
         [credit] = {op.window_bytes for op in candidate.plan.ops}
         assert max(map(candidate.plan.bytes, candidate.plan.ops)) <= credit
-        assert 4 * MIB <= credit <= 64 * MIB
-        assert max(map(candidate.plan.bytes, candidate.plan.ops)) <= 32 * MIB
+        assert 16 * MIB <= credit <= 256 * MIB
+        assert max(map(candidate.plan.bytes, candidate.plan.ops)) <= 128 * MIB
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ struct PolicyOptions {
   bool sharded = false;
   int64_t bucket_bytes = 25 << 20;       ///< ddp: bucket size
   int64_t first_bucket_bytes = 1 << 20;  ///< ddp: size of the bucket that backward fills first
-  int64_t partition_bytes = 8 << 20;     ///< bytescheduler: tensors above this are split
-  int64_t credit_bytes = 16 << 20;       ///< bytescheduler: bytes in flight
+  int64_t partition_bytes = 32 << 20;    ///< bytescheduler: tensors above this are split
+  int64_t credit_bytes = 64 << 20;       ///< bytescheduler: bytes in flight
   int64_t unit_bytes = 256 << 10;        ///< us-byte, dcredit: what ops are made of
   int64_t fusion_bytes = 25 << 20;       ///< dear: the most that a group of tensors holds
   /// By tensor of the profile, what its gradient travels by; empty: nothing is compressed. Policies
@@ -45,9 +45,10 @@ Plan wfbp(const Profile&, const NetworkModel&, const PolicyOptions&);
 Plan ddp(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// ByteScheduler: tensors split into near-equal parts; among the ready parts the one nearest the
-/// input goes first, as long as credit lasts. Peng et al., SOSP 2019. All ranks must agree on the
-/// order, so the priority queue is played out here under the profile and the network model, and its
-/// trace becomes the plan.
+/// input goes first, as long as credit lasts. Peng et al., SOSP 2019. The released code counts both
+/// sizes in parameters; the defaults here are its advice for all_reduce, 8 and 16 million, at 4
+/// bytes each. All ranks must agree on the order, so the priority queue is played out here under
+/// the profile and the network model, and its trace becomes the plan.
 Plan bytescheduler(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// MG-WFBP: a gradient joins the op of those before it if it is ready before that op would have
@@ -111,14 +112,14 @@ Plan bytecomp(const Profile&, const NetworkModel&, const PolicyOptions&);
 Plan themis(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// usbyte's own, "auto": unequal all_reduces over the flat buffer (or reduce_scatters and
-/// all_gathers where they cost less), cut inside and across tensors, one or several in flight, with
-/// exact batching of what backward leaves; the best of several such drafts and of all other
-/// policies under the simulator, after a local search. In the model it is never worse than any
-/// other policy at any of the sizes of rivals.h, with codecs or without; of its own plans that are
-/// no later than these it takes the one with the fewest ops. Where everything is hidden with codecs
-/// they stay; else gradients go without them where that is faster. Best where alpha and beta were
-/// measured. Where the network has dimensions, all_reduces are routed through them if that is
-/// faster.
+/// all_gathers for some or all of it where they cost less), cut inside and across tensors, one or
+/// several in flight, with exact batching of what backward leaves; the best of several such drafts
+/// and of all other policies under the simulator, after a local search. In the model it is never
+/// worse than any other policy at any of the sizes of rivals.h, with codecs or without; of its own
+/// plans that are no later than these it takes the one with the fewest ops. Where everything is
+/// hidden with codecs they stay; else gradients go without them where that is faster. Best where
+/// alpha and beta were measured. Where the network has dimensions, all_reduces are routed through
+/// them if that is faster.
 Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// MergeComp: gradients that follow one another in backward are merged, each group is encoded, sent

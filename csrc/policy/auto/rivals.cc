@@ -102,7 +102,7 @@ void for_each_rival(const Profile& profile, const NetworkModel& network,
   bytescheduler_sizes(profile, network, options, found_coded);
   if (profile.tensors.size() > kMostUnitTensors) return;
   PolicyOptions units = options;
-  for (units.unit_bytes = 64 << 10; units.unit_bytes <= 4 << 20; units.unit_bytes *= 2) {
+  for (units.unit_bytes = 64 << 10; units.unit_bytes <= 32 << 20; units.unit_bytes *= 2) {
     if (units.unit_bytes == options.unit_bytes) continue;
     found_coded(us_byte(profile, network, units));
     found_coded(dcredit(profile, network, units));

@@ -13,7 +13,7 @@ namespace usbyte {
 /// - `ddp`: every bucket size that makes a difference. With n > 64 tensors two sizes are
 ///   (n - 64) / 20,000 of the smaller one apart, and those of `tuned_sizes` are tried as well.
 /// - `bytescheduler`: partition and credit on the grid of `tuned_sizes`, the credit no smaller.
-/// - `us-byte`, `dcredit`: units from 64 KiB to 4 MiB, by powers of two, of up to 1,000 tensors.
+/// - `us-byte`, `dcredit`: units from 64 KiB to 32 MiB, by powers of two, of up to 1,000 tensors.
 /// - `dear`: nothing more, since `dear_exact` tries every fusion size.
 ///
 /// With codecs, the plans of policies that do not know them get them afterwards. Left out are plans

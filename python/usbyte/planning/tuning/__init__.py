@@ -7,10 +7,19 @@ from collections.abc import Mapping, Sequence
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.planning.tuning.searches import TuningTask, auto, bytescheduler, dear, mergecomp_online
+from usbyte.planning.tuning.searches import (
+    TuningTask,
+    auto,
+    bytescheduler,
+    dcredit,
+    dear,
+    mergecomp_online,
+    us_byte,
+)
 from usbyte.planning.tuning.tuner import Candidate, Search, Tuner, check_installed
 
 __all__ = [
+    "BAYESIAN",
     "SHARDING",
     "TRIED",
     "TUNED",
@@ -29,11 +38,16 @@ __all__ = [
 TUNED = {
     "mergecomp_online": mergecomp_online,
     "tune:bytescheduler": bytescheduler,
+    "tune:dcredit": dcredit,
     "tune:dear": dear,
+    "tune:us-byte": us_byte,
 }
 
 #: The search that runs in a training job, by policy; other policies have no trials.
 TRIED = {"auto": auto, **TUNED}
+
+#: Tuned policies that need the package bayesian-optimization.
+BAYESIAN = ("tune:bytescheduler", "tune:dear")
 
 #: Policies whose plans a sharded optimizer can execute.
 SHARDING = (*_core.sharding_policies(), "tune:dear")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from usbyte import _core
 from usbyte.planning.tuning.tuner import Candidate, Point, Search, Space
 
-_MIB = 1 << 20
+_KIB, _MIB = 1 << 10, 1 << 20
 _XI = 0.1  # The value of both papers, ByteScheduler and DeAR.
 # Factors of the network model's startups and times per byte; each pair gives a variant of a plan.
 _SCALES = [(alpha, beta) for beta in (1.0, 0.99, 1.01, 0.98) for alpha in (2.0, 1.4, 0.7)]
@@ -70,24 +70,26 @@ class TuningTask:
 
 
 def bytescheduler(task: TuningTask) -> Search:
-    """Searches partition (2 to 32 MiB) and credit (4 to 64 MiB) in 15 trials of 100 steps.
+    """Searches partition (8 to 128 MiB) and credit (16 to 256 MiB) in 15 trials of 100 steps.
 
     This is the tuner of Peng et al., "A Generic Communication Scheduler for Distributed DNN
-    Training Acceleration" (ByteScheduler), SOSP 2019. Both axes are logarithmic. The second axis is
-    the position of the credit between the partition (at least 4 MiB) and 64 MiB, so that no credit
-    is smaller than a partition. The first point comes from the job's options.
+    Training Acceleration" (ByteScheduler), SOSP 2019. The released code counts in parameters: 2 to
+    32 million and 4 to 64 million, taken at 4 bytes each. Both axes are logarithmic. The second
+    axis is the position of the credit between the partition (at least 16 MiB) and 256 MiB, so that
+    no credit is smaller than a partition. The first point comes from the job's options.
     """
+    parts, credits = (8 * _MIB, 128 * _MIB), (16 * _MIB, 256 * _MIB)
 
     def at(point: Point) -> Candidate:
-        partition = _between(2 * _MIB, 32 * _MIB, point[0])
-        credit = _between(max(4 * _MIB, partition), 64 * _MIB, point[1])
+        partition = _between(*parts, point[0])
+        credit = _between(max(credits[0], partition), credits[1], point[1])
         plan = task.plan("bytescheduler", partition_bytes=partition, credit_bytes=credit)
         what = f"partition {_mib(partition)}, credit {_mib(credit)}"
         return Candidate(what, _named("tune:bytescheduler", plan), point)
 
-    first = _place(2 * _MIB, 32 * _MIB, task.options.get("partition_bytes", 8 * _MIB))
-    least = max(4 * _MIB, _between(2 * _MIB, 32 * _MIB, first))
-    second = _place(least, 64 * _MIB, task.options.get("credit_bytes", 16 * _MIB))
+    first = _place(*parts, task.options.get("partition_bytes", 32 * _MIB))
+    least = max(credits[0], _between(*parts, first))
+    second = _place(least, credits[1], task.options.get("credit_bytes", 64 * _MIB))
     starts = [at((first, second))]
     space = Space(("partition", "credit"), at, trials=15, xi=_XI)
     return Search(starts, steps=100, space=space)
@@ -107,6 +109,36 @@ def dear(task: TuningTask) -> Search:
 
     starts = [at((_place(_MIB, 256 * _MIB, 25 * _MIB),))]
     return Search(starts, steps=5, space=Space(("fusion",), at, trials=10, xi=_XI))
+
+
+def us_byte(task: TuningTask) -> Search:
+    """Tries units from 256 KiB to 32 MiB, by powers of two, for 10 steps each.
+
+    Gao et al., "US-Byte: An Efficient Communication Framework for Scheduling Unequal-Sized Tensor
+    Blocks in Distributed Deep Learning", TPDS 2024, plans for a given unit. The released code names
+    4, 16 and 32 MB (1, 4 and 8 million parameters).
+    """
+    return _units(task, "us-byte")
+
+
+def dcredit(task: TuningTask) -> Search:
+    """Tries units as `us_byte` does.
+
+    Gao et al., "D-Credit: A Dynamic Sliding Window of Tensor Communication Mechanism to Accelerate
+    Distributed DNN Training", TNSE 2025, plans for a given unit, too.
+    """
+    return _units(task, "dcredit")
+
+
+def _units(task: TuningTask, policy: str) -> Search:
+    sizes = [256 * _KIB << k for k in range(8)]
+    starts = [
+        Candidate(
+            f"unit {_mib(size)}", _named(f"tune:{policy}", task.plan(policy, unit_bytes=size))
+        )
+        for size in sizes
+    ]
+    return Search(starts, steps=10)
 
 
 def auto(task: TuningTask) -> Search:

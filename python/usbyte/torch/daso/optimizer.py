@@ -66,18 +66,16 @@ class DasoOptimizer(OptimizerWrapper):
     - Local indices take turns by the number of the node averaging; those of warm-up and cool-down
       count too.
     - The losses of all ranks are averaged. An epoch has improved if its loss is below the best one
-    so
-      far, warm-up included, by more than `stability`.
+      so far, warm-up included, by more than `stability`.
     - A node averaging starts only after the previous one has been used. One in flight keeps its S.
-    At
-      the start of the cool-down it is used at once.
+      At the start of the cool-down it is used at once.
     - Parameters are sent in float32, and float64 ones in float64; the authors' implementation casts
-    to
-      16 bits.
+      to 16 bits.
     - Inside a node, the sums are broadcast as soon as they are complete; the authors broadcast
-    merged
-      parameters when they are due. The result is the same.
-    - B = 8, S = B // 4 and the losses as the criterion are the defaults of that implementation.
+      merged parameters when they are due. The result is the same.
+    - B = 8, S = B // 4 and the losses as the criterion are the defaults of that implementation. It
+      begins with B = 4 and S = 1, waits for an exchange at the end of each epoch, and may skip
+      averages inside a node; docs/daso.md has the whole list.
 
     The object wraps a `DistributedOptimizer` of the node's ranks, which wraps `optimizer`. Members
     that DASO does not change are those of the `DistributedOptimizer`.

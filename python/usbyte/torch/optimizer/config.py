@@ -106,7 +106,7 @@ def validate_policy(
             f"policy '{policy}' does not support shard_optimizer=True; use one of "
             f"{', '.join(tuning.SHARDING)}"
         )
-    if isinstance(policy, str) and policy.startswith("tune:"):
+    if policy in tuning.BAYESIAN:
         tuning.check_installed()
     if tune_steps is not None and policy not in tuning.TRIED:
         raise UsageError(f"tune_steps needs one of the policies {', '.join(tuning.TRIED)}")

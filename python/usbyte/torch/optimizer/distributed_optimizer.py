@@ -75,8 +75,9 @@ class DistributedOptimizer(OptimizerWrapper):
             the first steps and a probe of the network, tries a few plans with equally good
             predictions (not with shard_optimizer), keeps the fastest, and starts anew when the time
             of a step changes. Other names in `usbyte._core.policies()` are published systems.
-            "tune:bytescheduler" and "tune:dear" tune theirs as published. A callable maps a Profile
-            and a NetworkModel to a Plan. If None, USBYTE_POLICY.
+            "tune:bytescheduler" and "tune:dear" tune theirs as published, "tune:us-byte" and
+            "tune:dcredit" try units of several sizes. A callable maps a Profile and a NetworkModel
+            to a Plan. If None, USBYTE_POLICY.
         op: Reduction over ranks: `Average` (default) or `Sum`.
         model: The module that owns the parameters; found in the first forward pass by default.
         compression: Lossy compression of gradients; default none. A codec of `Compression` or its
@@ -110,12 +111,13 @@ class DistributedOptimizer(OptimizerWrapper):
             faster. Default: USBYTE_TOPOLOGY, or "hosts" with policy "themis", or none; with a
             `process_set` of fewer ranks, none.
         partition_bytes: For policy "bytescheduler": larger tensors are split. Default
-            USBYTE_PARTITION_BYTES, 8 MiB.
+            USBYTE_PARTITION_BYTES, 32 MiB.
         credit_bytes: For policy "bytescheduler": most bytes in flight. Default USBYTE_CREDIT_BYTES,
-            16 MiB.
+            64 MiB.
         bucket_bytes: For policy "ddp": size of a bucket. Default USBYTE_BUCKET_BYTES, 25 MiB.
         tune_steps: Steps of each trial of a plan, at least 2. Default 7 for "auto", 100 for
-            "tune:bytescheduler", 5 for "tune:dear". With "auto", 0 turns trials off.
+            "tune:bytescheduler", 5 for "tune:dear", 10 for other policies with trials. With "auto",
+            0 turns trials off.
         ranks: A World or Subgroup, for optimizers built on this one, which register themselves with
             the world; use `process_set` otherwise.
         backward_passes_per_step: Number of backward passes whose gradients are accumulated, at
