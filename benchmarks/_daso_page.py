@@ -90,6 +90,24 @@ for epoch in range(90):
 optimizer.synchronize_nodes()          # where a training ends without cool-down, or rank 0 saves
 ```
 
+## Published, and differences from the authors' library
+
+The authors publish up to 34 % less time than other data-parallel training. That is not \
+reproduced here: it takes their cluster, and the overhead of what DASO was compared with. What \
+usbyte saves on an emulated cluster stands below. The authors' library (Heat, \
+`heat/optim/dp_optimizer.py`, commit 0039802) differs from `ub.DasoOptimizer`:
+
+| | Heat | usbyte |
+|---|---|---|
+| end of an epoch | the last batch waits for an exchange | training goes on; call \
+`synchronize_nodes()` where nodes must be equal |
+| inside a node | gradients are averaged every batch or every second one (local skips) | in every \
+step |
+| first cycle after warm-up | B = 4, S = 1; B = 8, S = 2 come when the loss is stable at B = 1 | B \
+and S as given, 8 and 2 by default |
+| the loss is stable | B is halved, S falls by 1 | both are halved |
+| parameters on the wire | bfloat16 by default | float32 |
+
 ## Measured
 
 """

@@ -95,14 +95,15 @@ def _buckets(first: bool) -> _Sizes:
     )
 
 
-#: Parts and credits within ByteScheduler's published ranges, about as many as its tuner tries.
+#: Parts and credits within the ranges of ByteScheduler's tuner, which are in million parameters,
+#: and about as many as it tries.
 _TUNED: _Sizes = tuple(
-    {"partition_bytes": part * _MIB, "credit_bytes": credit * _MIB}
+    {"partition_bytes": 4_000_000 * part, "credit_bytes": 4_000_000 * credit}
     for part, credit in product((2, 4, 8, 16, 32), (4, 8, 16, 32, 64))
     if part <= credit <= 8 * part
 )
 _SLICES: _Sizes = ({"partition_bytes": 160_000, "credit_bytes": 640_000},)
-_RELEASED: _Sizes = ({"partition_bytes": 4 * _MIB, "credit_bytes": 16 * _MIB},)
+_RELEASED: _Sizes = ({"partition_bytes": 4_000_000, "credit_bytes": 16_000_000},)
 
 SCHEMES = {
     "wfbp": Scheme("wfbp", "one operation for each tensor", "backward"),
@@ -112,7 +113,8 @@ SCHEMES = {
     "p3 pipelined": Scheme("bytescheduler", "four such slices in flight", sizes=_SLICES,
                            shares_startup=True),
     "bytescheduler": Scheme("bytescheduler", f"best of {len(_TUNED)} sizes", sizes=_TUNED),
-    "bytescheduler defaults": Scheme("bytescheduler", "4 and 16 MiB", sizes=_RELEASED),
+    "bytescheduler defaults": Scheme("bytescheduler", "1 and 4 million parameters",
+                                     sizes=_RELEASED),
     "us-byte": Scheme("us-byte", "units of 256 KiB"),
     "dcredit": Scheme("dcredit", "units of 256 KiB, a window shares one startup",
                       shares_startup=True),

@@ -19,13 +19,18 @@ from pathlib import Path
 
 import click
 
+import _inputs
 from _pages import deliver, folder_option, load, output_option
 from _published import (
     CLAIMS,
     EARLIER,
     EARLIER_COLUMNS,
+    ENERGY_CLAIMS,
+    ENERGY_CLUSTERS,
+    ENERGY_MODELS,
     MEASURED,
     NOT_SIMULATED,
+    WAITING_POWER,
     Claim,
     Cluster,
 )
@@ -43,7 +48,10 @@ Written by `{command}`: usbyte {version}, Python {python}, {date}. Nothing was t
 policies plan for backward traces of one V100 ({models}; fp32 gradients, {compute}) and its \
 simulator tells the step. The traces have no forward times; half of a tensor's backward time is \
 taken. Networks `n x 10GbE` and `n x 56G IB` have the constants that MG-WFBP measured; a `ring` \
-has the costs of ideal ring collectives.
+has the costs of ideal ring collectives. *With the authors' inputs*: jobs `zju_...` are the sizes \
+and times that the authors of US-Byte, D-Credit and PipeDAP have published \
+(`benchmarks/published_inputs`), and networks have the constants in the released code of the \
+system.
 
 Two ways of counting startups stand side by side, since one alpha and one beta cannot tell what \
 several operations in flight cost. *In turn*: an operation starts up when the one before has \
@@ -56,8 +64,18 @@ in flight cost.
 ## Headlines
 
 Factors are the step of the baseline over the step of the system, in the case of all models and \
-networks tried that gains most; `auto` is usbyte's own policy over the same baseline in the first \
-of the two cases, with startups in turn.
+networks tried that gains most; `auto` is usbyte's own policy over the same baseline in the case \
+of the traces, with startups in turn. *Reached* says by which inputs.
+"""
+
+_ENERGY = """
+## Energy
+
+D-Credit saves energy because a step ends earlier. The model: a machine draws the same power \
+whenever it computes, and a fixed share of it while it waits for the network, so that a step costs \
+compute + share x (step - compute). Savings below are of the step that gains most with the \
+authors' inputs; the share is an assumption, stated in the column. Energy was not measured for \
+this page; `benchmarks/compare.py` measures it where there is a counter (Linux RAPL, NVML).
 """
 
 _EARLIER = """
@@ -91,11 +109,12 @@ class Gain:
         return f"{self.factor:.2f}x ({self.model}, {self.cluster.name}, over {self.baseline})"
 
 
-def best_gain(claim: Claim, jobs: Jobs, overlapping: bool) -> Gain | None:
-    """The case that gains most; None where no trace fits."""
+def best_gain(claim: Claim, jobs: Jobs, overlapping: bool, authors: bool = False) -> Gain | None:
+    """The case that gains most, of our inputs or the authors'; None where no job fits."""
+    models = claim.authors_models if authors else claim.models
     gains = []
-    for model in filter(jobs.__contains__, claim.models):
-        for cluster in claim.clusters:
+    for model in filter(jobs.__contains__, models):
+        for cluster in claim.authors_clusters if authors else claim.clusters:
             steps = {
                 name: SCHEMES[name].step_s(jobs[model], cluster, overlapping)
                 for name in (claim.scheme, *claim.baselines)
@@ -111,21 +130,49 @@ def headlines(jobs: Jobs) -> Iterator[tuple[str, ...]]:
         published = claim.text
         if claim.factor is not None and "x over" not in claim.text:
             published += f" ({claim.factor:.2f}x)"
+        authors = best_gain(claim, jobs, overlapping=False, authors=True)
         gain, overlapping = (best_gain(claim, jobs, o) for o in (False, True))
         if gain is None:
-            yield claim.system, published, "no trace", "", "", "not tried", claim.differs
+            yield claim.system, published, "", "no trace", "", "", "not tried", claim.differs
             continue
         job, baseline = jobs[gain.model], SCHEMES[gain.baseline]
         ours = baseline.step_s(job, gain.cluster) / SCHEMES["auto"].step_s(job, gain.cluster)
-        reached = "" if claim.factor is None else "no"
-        if claim.factor is not None and gain.factor >= claim.factor:
-            reached = "yes"
         yield (
-            claim.system, published, str(gain), str(overlapping), f"{ours:.2f}x", reached,
-            claim.differs,
+            claim.system, published, str(authors or "none at hand"), str(gain), str(overlapping),
+            f"{ours:.2f}x", _reached(claim, authors, gain), claim.differs,
         )  # fmt: skip
     for system, text, why in NOT_SIMULATED:
-        yield system, text, "not simulated", "", "", "not tried", why
+        yield system, text, "", "not simulated", "", "", "not tried", why
+
+
+def _reached(claim: Claim, authors: Gain | None, traces: Gain) -> str:
+    if claim.factor is None:
+        return ""
+    by = {"the authors' inputs": authors, "the traces": traces}
+    return ", ".join(k for k, gain in by.items() if gain and gain.factor >= claim.factor) or "no"
+
+
+def energy(jobs: Jobs) -> Iterator[tuple[str, ...]]:
+    """Rows of the table of energy: published savings, and the model's for each share."""
+    for claim in ENERGY_CLAIMS:
+        best: tuple[float, ...] = (0.0,)
+        words = "no job"
+        for model in filter(jobs.__contains__, ENERGY_MODELS):
+            for cluster in ENERGY_CLUSTERS:
+                job = jobs[model]
+                steps = [
+                    SCHEMES[name].step_s(job, cluster) for name in (claim.scheme, claim.baseline)
+                ]
+                saved = tuple(1 - _energy(job, steps[0], w) / _energy(job, steps[1], w)
+                              for w in WAITING_POWER)  # fmt: skip
+                if saved[0] > best[0]:
+                    best, words = saved, f"{model}, {cluster.name}"
+        yield claim.baseline, f"{claim.saving:.1%}", words, *(f"{share:.1%}" for share in best)
+
+
+def _energy(job: _core.Profile, step_s: float, waiting_power: float) -> float:
+    """Energy of a step over the power while computing, in seconds."""
+    return job.iteration_s + waiting_power * (step_s - job.iteration_s)
 
 
 def against_earlier(jobs: Jobs) -> Iterator[tuple[str, ...]]:
@@ -156,17 +203,18 @@ def _beside(ours_ms: float, expected_ms: float) -> tuple[str, str]:
 def document(jobs: Jobs, arguments: list[str]) -> str:
     """The whole page."""
     compute = ", ".join(f"{name} {1e3 * job.iteration_s:.0f} ms" for name, job in jobs.items())
+    jobs = {**jobs, **_inputs.load_all()}
     head = _HEAD.format(
         command=shlex.join(["python", "benchmarks/reproduce.py", *arguments]),
         version=__version__,
         python=platform.python_version(),
         date=datetime.date.today(),
-        models=", ".join(jobs),
+        models=", ".join(name for name in jobs if name not in _inputs.NAMES),
         compute=f"compute alone: {compute}",
     )
     claims = in_markdown(
-        ("system", "published", "reproduced, startups in turn", "startups overlapping", "auto",
-         "reached", "what differs, and why"),
+        ("system", "published", "with the authors' inputs", "with the traces, startups in turn",
+         "startups overlapping", "auto", "reached", "what differs, and why"),
         headlines(jobs),
     )  # fmt: skip
     earlier = in_markdown(
@@ -174,7 +222,12 @@ def document(jobs: Jobs, arguments: list[str]) -> str:
          "deviation", "its assumption"),
         against_earlier(jobs),
     )  # fmt: skip
-    return f"{head}\n{claims}{_EARLIER.format(near=_NEAR)}\n{earlier}"
+    joules = in_markdown(
+        ("D-Credit over", "published", "case",
+         *(f"saved, waiting at {share:.0%}" for share in WAITING_POWER)),
+        energy(jobs),
+    )  # fmt: skip
+    return f"{head}\n{claims}{_ENERGY}\n{joules}{_EARLIER.format(near=_NEAR)}\n{earlier}"
 
 
 @click.command(context_settings={"max_content_width": 100})

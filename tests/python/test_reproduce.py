@@ -45,16 +45,24 @@ def test_the_page(reproduce, folder, tmp_path):
     arguments = ["--profiles", str(folder), "-o", str(page)]
     done = click.testing.CliRunner().invoke(reproduce.main, arguments)
     assert done.exit_code == 0, done.output
-    _, headlines, earlier = page.read_text().split("\n## ")
+    _, headlines, energy, earlier = page.read_text().split("\n## ")
     header, *claims = rows_of(headlines)
     assert len(claims) == len(reproduce.CLAIMS) + len(reproduce.NOT_SIMULATED)
     assert all(len(row) == len(header) for row in claims)
     assert all(row[-1] for row in claims)  # each says what differs
     by_text = {row[1]: row for row in claims}
     transformer = by_text["Transformer, 64 GPUs: 108k to 145k tokens/s (1.34x)"]
-    assert transformer[2:6] == ["no trace", "", "", "not tried"]
-    energy = next(row for row in claims if "energy" in row[1])
-    assert energy[2] == "not simulated"
+    assert transformer[2:7] == ["", "no trace", "", "", "not tried"]
+    adatopk = next(row for row in claims if "AdaTopK" in row[1])
+    assert adatopk[3] == "not simulated"
+    us_byte = by_text["up to 1.56x over WFBP, 8 nodes"]
+    assert us_byte[2].startswith("1.49x (zju_densenet201, US-Byte's constants, 8 ranks")
+    assert us_byte[6] == "no"
+    header, *saved = rows_of(energy)
+    assert [row[:2] for row in saved] == [["bytescheduler", "17.8%"], ["wfbp", "25.1%"]]
+    shares = [float(cell.removesuffix("%")) for cell in saved[0][3:]]
+    assert shares == sorted(shares, reverse=True)
+    assert 0 < shares[-1] < shares[0] < 100
     header, *cases = rows_of(earlier)
     assert all(len(row) == len(header) for row in cases)
     assert [row[1] for row in cases if row[0] == "vgg16, 8 x 56G IB"] == [*reproduce.READINGS]

@@ -47,6 +47,13 @@ def test_the_page(published, tmp_path):
     done = click.testing.CliRunner().invoke(published.main, ["-o", str(page)])
     assert done.exit_code == 0, done.output
     rows = [line for line in page.read_text().splitlines() if line.startswith("| LSTM")]
-    assert len(rows) == 4  # two readings, of times and of throughput
+    assert len(rows) == 6  # two readings of times, two baselines, two readings of the rest
     zen, best = (next(published.cases()).seconds(s, 25) for s in ("zen", "sparcml"))
     assert f"{best / zen:.2f}x over sparcml" in rows[0]
+    dense = next(published.cases()).seconds("dense", 25)
+    assert rows[2].startswith(f"| LSTM | dense | 6.77x | {dense / zen:.2f}x |")
+
+
+def test_a_density_by_hand(published):
+    # Two words, of which one is twice as likely: two tokens miss it with chance 1/9, the other 4/9.
+    assert published._drawn(2, 2) == pytest.approx((8 / 9 + 5 / 9) / 2)

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much usbyte's plans gain over DDP, by job and network, on the simulator.
+
+    python benchmarks/when_it_pays.py -o docs/when-it-pays.md --figure docs/when-it-pays.svg
+
+Jobs are published times of gradients: the traces of --profiles, which should hold vgg16, resnet50,
+bert and gpt2, and those of benchmarks/published_inputs. Networks are rings. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import fmean, median, quantiles
+
+import click
+
+import _inputs
+from _pages import deliver, folder_option, load, output_option
+from _published_compression import lstm
+from usbyte import __version__, _core
+from usbyte.cli._tables import in_markdown
+
+_MIB = 1 << 20
+_RANKS = (8, 32, 128, 1024)
+_GBITS = (1, 10, 25, 100)
+_LATENCIES_S = (5e-6, 25e-6)
+_BUCKETS = [mib * _MIB for mib in (1, 2, 4, 8, 16, 25, 32, 64, 128, 256)]
+_COMMUNICATION = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0, float("inf"))
+_PAYS = (0.5, 4.0)  # Communication between which most is gained.
+_STARTUPS = (0.0, 0.001, 0.01, 0.1, float("inf"))
+_GAIN = 1.05  # A gain above this counts as one that a user notices.
+
+_HEAD = """# When usbyte pays
+
+Written by `{command}`: usbyte {version}, Python {python}, {date}. Nothing was trained: the \
+simulator predicts the steps of {jobs} published jobs ({names}) on {networks} rings: \
+{ranks} ranks, {gbits} Gb/s, {latencies} us for a message, one operation starting up after the \
+other. *Gain*: the step of PyTorch DDP over the step of policy `auto` with `overlap="forward"`. \
+DDP has its best bucket size of {buckets}, for each case anew; its default of 25 MiB stands beside \
+it. Two numbers describe a case:
+
+- *Communication*: all bytes at the network's speed, over the compute of a step.
+- *Startup*: what one operation costs before its first byte, over the compute of a step.
+
+Use `usbyte whatif` for your own job and network.
+
+## In short
+
+"""
+
+_BY_CASE = """
+- Communication below {low:g} ({below}): the backward pass hides nearly all of it under DDP, too. \
+Stay with DDP, unless you want usbyte's errors, launcher or reports.
+- Communication from {low:g} to {high:g} ({between}): what no longer fits behind the backward pass \
+fits behind the forward pass. This is where usbyte pays.
+- Communication above {high:g} ({above}): the network is busy all the time, whatever the order. \
+Only fewer bytes help: `compression=`, fewer exchanges (`ub.DasoOptimizer`), or a faster link.
+- A larger startup moves gains to less communication: sizes of operations begin to matter.
+
+![Gain over communication, each point a case](when-it-pays.svg)
+
+## By communication and startup
+
+Median gain over DDP's best bucket size, in brackets the largest, then the number of cases.
+
+"""
+
+_ALL = """
+## Every case
+
+Seconds of a step; *bound*: no plan is faster, startups included.
+
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job on a network.
+
+    Attributes:
+        job: Name of the job.
+        network: The network in words.
+        communication: Time of all bytes over compute.
+        startup: Startup of one operation over compute.
+        compute_s: Step without communication.
+        usual_s: Step of DDP with buckets of 25 MiB.
+        ddp_s: Step of DDP with its best bucket size.
+        auto_s: Step of policy auto.
+        bound_s: Lower bound of a step, startups included.
+    """
+
+    job: str
+    network: str
+    communication: float
+    startup: float
+    compute_s: float
+    usual_s: float
+    ddp_s: float
+    auto_s: float
+    bound_s: float
+
+    @property
+    def gain(self) -> float:
+        """DDP's step with its best bucket size over auto's."""
+        return self.ddp_s / self.auto_s
+
+
+def jobs_of(folder: Path) -> dict[str, _core.Profile]:
+    """Published jobs by name."""
+    return {**load(folder), "lstm": lstm(), **_inputs.load_all()}
+
+
+def cases(jobs: Mapping[str, _core.Profile]) -> Iterator[Case]:
+    """Simulates every job on every network."""
+    for (name, job), ranks, gbit, latency_s in product(jobs.items(), _RANKS, _GBITS, _LATENCIES_S):
+        network = _core.NetworkModel.ring(ranks, latency_s, gbit * 1e9 / 8, 1)
+        yield case_of(name, job, network, f"{ranks} x {gbit}G, {1e6 * latency_s:g} us")
+
+
+def case_of(name: str, job: _core.Profile, network: _core.NetworkModel, words: str) -> Case:
+    """Simulates a job on a network with DDP and auto."""
+    cost = network.all_reduce[0]
+    compute_s = job.iteration_s
+    usual_s = _ddp_s(job, network, {})
+    return Case(
+        name,
+        words,
+        communication=cost.beta_s_per_byte * job.bytes / compute_s,
+        startup=cost.alpha_s / compute_s,
+        compute_s=compute_s,
+        usual_s=usual_s,
+        ddp_s=min([usual_s, *(_ddp_s(job, network, size) for size in _bucket_options())]),
+        auto_s=_core.simulate(
+            _core.make_plan("auto", job, network, {}, "forward"), job, network, "forward"
+        ).step_s,
+        bound_s=_core.bound_s(job, network),
+    )
+
+
+def _bucket_options() -> Iterator[dict[str, int]]:
+    for size in _BUCKETS:
+        yield {"bucket_bytes": size}
+        yield {"bucket_bytes": size, "first_bucket_bytes": size}
+
+
+def _ddp_s(job: _core.Profile, network: _core.NetworkModel, sizes: dict[str, int]) -> float:
+    plan = _core.make_plan("ddp", job, network, sizes, "backward")
+    return _core.simulate(plan, job, network, "backward").step_s
+
+
+def summary(found: Sequence[Case]) -> Iterator[tuple[str, ...]]:
+    """Rows: what is compared, then statistics of the gain."""
+    rows = {
+        "DDP with its best bucket size": [case.gain for case in found],
+        "DDP with 25 MiB": [case.usual_s / case.auto_s for case in found],
+        "the bound (auto's step over it)": [case.auto_s / case.bound_s for case in found],
+    }
+    for words, values in rows.items():
+        ninetieth = quantiles(values, n=10)[-1] if len(values) > 1 else values[0]
+        yield (
+            words, str(len(values)),
+            *(f"{x:.2f}" for x in (min(values), median(values), fmean(values), ninetieth,
+                                   max(values))),
+            f"{sum(x > _GAIN for x in values) / len(values):.0%}",
+        )  # fmt: skip
+
+
+def by_case(found: Sequence[Case]) -> Iterator[tuple[str, ...]]:
+    """Rows: a range of communication, then a cell for each range of startups."""
+    for low, high in pairwise(_COMMUNICATION):
+        row = [case for case in found if low <= case.communication < high]
+        cells = []
+        for least, most in pairwise(_STARTUPS):
+            gains = [case.gain for case in row if least <= case.startup < most]
+            cells.append(f"{median(gains):.2f} ({max(gains):.2f}), {len(gains)}" if gains else "")
+        yield _range(low, high), *cells
+
+
+def _gains(found: Sequence[Case], low: float, high: float) -> str:
+    gains = [case.gain for case in found if low <= case.communication < high]
+    if not gains:
+        return "no case"
+    return f"{len(gains)} cases, median gain {median(gains):.2f}, most {max(gains):.2f}"
+
+
+def _range(low: float, high: float) -> str:
+    if high == float("inf"):
+        return f"{low:g} and more"
+    return f"below {high:g}" if low == 0 else f"{low:g} to {high:g}"
+
+
+def every_case(found: Sequence[Case]) -> Iterator[tuple[str, ...]]:
+    """Rows of the last table."""
+    for case in found:
+        times = (case.compute_s, case.usual_s, case.ddp_s, case.auto_s, case.bound_s)
+        yield (
+            case.job, case.network, f"{case.communication:.2f}", f"{case.startup:.4f}",
+            *(f"{time_s:.4f}" for time_s in times), f"{case.gain:.2f}",
+        )  # fmt: skip
+
+
+def draw(found: Sequence[Case], path: Path) -> None:
+    """Draws the gain of each case over its communication, coloured by its startup."""
+    from usbyte.cli import _figures
+
+    figure = _figures.Figure(figsize=(7.2, 3.8), layout="constrained")
+    panel = figure.subplots()
+    for colour, (least, most) in enumerate(pairwise(_STARTUPS)):
+        here = [case for case in found if least <= case.startup < most]
+        panel.plot(
+            [case.communication for case in here], [case.gain for case in here], "o", ms=4,
+            alpha=0.6, color=f"C{colour}", label=f"startup {_range(least, most)} of compute",
+        )  # fmt: skip
+    panel.axhline(1, color="grey", lw=0.8)
+    panel.set_xscale("log")
+    panel.set_xlabel("communication / compute")
+    panel.set_ylabel("step of DDP, best bucket size / step of auto")
+    panel.grid(alpha=0.3)
+    panel.legend(frameon=False, fontsize=8)
+    _figures.save(figure, path)
+
+
+def document(jobs: Mapping[str, _core.Profile], found: Sequence[Case], arguments: list[str]) -> str:
+    """Returns the whole page."""
+    head = _HEAD.format(
+        command=shlex.join(["python", "benchmarks/when_it_pays.py", *arguments]),
+        version=__version__,
+        python=platform.python_version(),
+        date=datetime.date.today(),
+        jobs=len(jobs),
+        names=", ".join(jobs),
+        networks=len(_RANKS) * len(_GBITS) * len(_LATENCIES_S),
+        ranks=", ".join(map(str, _RANKS)),
+        gbits=", ".join(map(str, _GBITS)),
+        latencies=" or ".join(f"{1e6 * s:g}" for s in _LATENCIES_S),
+        buckets=", ".join(str(size // _MIB) for size in _BUCKETS) + " MiB",
+    )
+    short = in_markdown(
+        ("gain over", "cases", "least", "median", "mean", "90th percentile", "most",
+         f"above {_GAIN:g}"),
+        summary(found),
+    )  # fmt: skip
+    ranges = in_markdown(
+        ("communication", *(f"startup {_range(*pair)}" for pair in pairwise(_STARTUPS))),
+        by_case(found),
+    )
+    rows = in_markdown(
+        ("job", "network", "communication", "startup", "compute", "DDP, 25 MiB", "DDP, best",
+         "auto", "bound", "gain"),
+        every_case(found),
+    )  # fmt: skip
+    low, high = _PAYS
+    middle = _BY_CASE.format(
+        low=low,
+        high=high,
+        below=_gains(found, 0.0, low),
+        between=_gains(found, low, high),
+        above=_gains(found, high, float("inf")),
+    )
+    return f"{head}{short}{middle}{ranges}{_ALL}{rows}"
+
+
+@click.command(context_settings={"max_content_width": 100})
+@folder_option
+@output_option
+@click.option("--figure", type=click.Path(path_type=Path), help="Also draw the gains (matplotlib).")
+def main(folder: Path, output: Path | None, figure: Path | None) -> None:
+    """Simulate published jobs on many networks, with DDP and with policy auto."""
+    jobs = jobs_of(folder)
+    found = list(cases(jobs))
+    deliver(document(jobs, found, sys.argv[1:]), output)
+    if figure:
+        draw(found, figure)
+
+
+if __name__ == "__main__":
+    main()
