@@ -21,7 +21,7 @@ constexpr const char* kAbout =
     "Measures how long planning takes, for made-up jobs of many layers.\n\n"
     "  plan (ms)     time of one plan: median over the repeats\n"
     "  ops           ops of that plan\n"
-    "  step / bound  its predicted step over the preemptive bound\n"
+    "  step / bytes  its predicted step over the bound of bytes\n"
     "  events/s      ops simulated in a second under that plan: launch, completion, and the\n"
     "                arrivals that come with it";
 
@@ -62,7 +62,7 @@ int bench_plan(const bench::Options& options) {
   const auto most = options.integer("tensors", 1);
   const double ratio = options.real("ratio"), alpha_s = options.real("alpha-us") * 1e-6;
   std::vector<std::vector<std::string>> table = {
-      {"tensors", "policy", "plan(ms)", "ops", "step/bound", "events/s"}};
+      {"tensors", "policy", "plan(ms)", "ops", "step/bytes", "events/s"}};
   auto rows = nlohmann::ordered_json::array();
   for (int64_t tensors = std::min<int64_t>(80, most); tensors <= most; tensors *= 5) {
     const Profile job = make_job(static_cast<int>(tensors), 1);
@@ -86,7 +86,7 @@ int bench_plan(const bench::Options& options) {
                       {"policy", name},
                       {"plan_ms_median", percentile(ms, 0.5)},
                       {"ops", plan.ops().size()},
-                      {"step_over_bound", over},
+                      {"step_over_bytes_bound", over},
                       {"events_per_s", rate}});
     }
   }

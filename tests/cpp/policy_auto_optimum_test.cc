@@ -108,7 +108,7 @@ double shortest_step_s(const Profile& p, const NetworkModel& network) {
   return best_s;
 }
 
-TEST(AutoOptimum, IsAtMostHalfAPercentBehindTheBestOfAllPlans) {
+TEST(AutoOptimum, IsAtMostHalfAPercentBehindAnyPlanOfWholeTensors) {
   std::mt19937 rng(1);
   for (int i = 0; i < cases(120); ++i) {
     const Profile p = small_job(rng);

@@ -236,8 +236,21 @@ TEST(Simulator, NoPlanGoesBelowTheBound) {
   }
 }
 
+// What is sent sparse may come without a startup; it is ready when backward ends, 7 s after the
+// dense gradient, whose 4 bytes take 4 s.
+TEST(Simulator, TheBoundHasNoStartupOfSparseGradients) {
+  Profile p;
+  p.tensors = {{"a", 1, DType::float32, 0}, {"words", 0, DType::float32, 1, 1000, 8}};
+  p.need_s = {0, 0};
+  p.ready_s = {1, 8};
+  p.step_s = 8;
+  EXPECT_EQ(Simulator(p, {4, {{2, 1}}}, Overlap::backward).bound_s(), 8);
+  p.tensors[1] = {"b", 1, DType::float32, 1};
+  EXPECT_EQ(Simulator(p, {4, {{2, 1}}}, Overlap::backward).bound_s(), 13);
+}
+
 // One gradient, ready after 6 s of an iteration that ends then; its 4 bytes take 4 s.
-TEST(Simulator, TheLatencyBoundHasOneStartup) {
+TEST(Simulator, TheBoundHasOneStartup) {
   Profile p;
   p.tensors = {{"a", 1, DType::float32, 0}};
   p.need_s = {0};

@@ -35,8 +35,8 @@ struct DraftCosts {
 /// op is the bytes of the k - 1 ops before it and its own; those that go in one shot are not
 /// counted among the k, and there is room for them besides. The gathers begin after the last
 /// scatter, by due date, in the batches that `batch_exactly` finds for one at a time, or those of
-/// the scatters. Of all_reduces after the last scatter, each waits for the gathers that are due
-/// before it.
+/// the scatters. Before an all_reduce that comes after the last scatter, the gathers are launched
+/// that are due no later.
 Plan build(const Draft& draft, const Plan& layout, const DraftCosts& costs);
 
 /// Adds `block` to `blocks`, which are ascending and apart, joining neighbours of one dtype.

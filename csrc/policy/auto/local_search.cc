@@ -168,8 +168,8 @@ void LocalSearch::hill_climb(Draft& draft) {
   bool found = true;
   while (found && left_ > 0) {
     found = false;
-    for (auto step : {&LocalSearch::join, &LocalSearch::change_kind, &LocalSearch::shift,
-                      &LocalSearch::cut, &LocalSearch::move}) {
+    for (auto step : {&LocalSearch::join, &LocalSearch::shift, &LocalSearch::cut,
+                      &LocalSearch::move, &LocalSearch::change_kind}) {
       while (left_ > 0 && (this->*step)(draft)) found = true;
     }
   }
