@@ -63,8 +63,8 @@ class Comparison:
     energy: str = ""
 
     @property
-    def bound_s(self) -> float | None:
-        """Least seconds of a step on this network, whatever the plan; None without a network."""
+    def bytes_bound_s(self) -> float | None:
+        """The bound of bytes on this network, in seconds; None without a network."""
         return None if self.network is None else _core.bytes_bound_s(self.profile, self.network)
 
     @property
@@ -80,9 +80,9 @@ class Comparison:
             f"{self.profile.bytes / 1e6:.1f} MB in {len(self.profile.tensors)} gradients, "
             f"{self.profile.iteration_s:.3f} s of compute, "
         )
-        if self.bound_s is not None and self.network is not None:
+        if self.bytes_bound_s is not None and self.network is not None:
             line = self.network.all_reduce[0]
-            text += f"bound {self.bound_s:.3f} s (all_reduce "
+            text += f"bound of bytes {self.bytes_bound_s:.3f} s (all_reduce "
             text += f"{format_cost(line.alpha_s, line.beta_s_per_byte, line.overlap_s)}), "
         text += f"energy by {self.energy}, " if self.energy else ""
         return f"{text}torch {torch.__version__}"
@@ -117,7 +117,7 @@ class Comparison:
             "bytes": self.profile.bytes,
             "tensors": len(self.profile.tensors),
             "compute_s": self.profile.iteration_s,
-            "bound_s": self.bound_s,
+            "bytes_bound_s": self.bytes_bound_s,
             "best_ddp": self.best_ddp,
             "results": {
                 name: {

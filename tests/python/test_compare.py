@@ -67,7 +67,7 @@ def test_all_contenders(profile, tmp_path):
     assert found["ranks"] == 2
     assert found["bytes"] == 4 * (4000 + 6)
     assert found["network"]["ranks"] == 2
-    assert found["bound_s"] >= found["compute_s"] == pytest.approx(0.016)
+    assert found["bytes_bound_s"] >= found["compute_s"] == pytest.approx(0.016)
     assert found["best_ddp"].startswith("ddp:")
     for name, result in found["results"].items():
         assert len(result["step_s"]) == 4

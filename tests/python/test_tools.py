@@ -58,6 +58,17 @@ def test_a_plan_is_shown_and_written(profile, tmp_path):
     assert "fc1.weight" in done.output
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate", "whatif"])
+def test_a_recorded_profile_is_said_to_be_of_a_cpu(command):
+    network = RING if command == "plan" else ["--bandwidth", "10gbit"]
+    few = ["--policies", "ddp", "--workers", "4"] if command == "simulate" else []
+    done = invoke(command, "vgg16", *network, *few)
+    assert "vgg16 was recorded on a CPU, where a step takes 3 s" in done.output
+    assert "add --scale-time T/3;" in done.output
+    done = invoke(command, "vgg16", *network, *few, "--scale-time", "0.04")
+    assert "recorded on a CPU" not in done.output
+
+
 def test_a_measured_network(profile, tmp_path):
     path = tmp_path / "network.json"
     path.write_text(_core.NetworkModel(4, [_core.AlphaBeta(1e-3, 1e-8)]).to_json())

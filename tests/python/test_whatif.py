@@ -53,6 +53,17 @@ def test_one_gradient_has_a_closed_form(latency_s):
     assert point.verdict == NETWORK
 
 
+def test_communication_and_gain_by_hand():
+    # Two gradients of 4 MB that are ready at 30 and 40 ms take 20 ms each, and 1 ms for a startup.
+    two = job((MEGA, 0.0, 0.04), (MEGA, 0.01, 0.03))
+    network = _core.NetworkModel(4, [_core.AlphaBeta(1e-3, 5e-9)], concurrent=1)
+    point = examine(two, network)
+    assert point.communication == pytest.approx(1.0)
+    assert whatif.best_ddp_s(two, network) == pytest.approx(0.072)  # one after the other
+    assert point.gain == pytest.approx(0.072 / point.plan.step_s)
+    assert point.gain > 1
+
+
 def test_startups_are_beyond_compression():
     point = examine(job((MEGA, 0.0, 0.1)), ring(1, latency_s=1e-3), 0.95)
     assert point.ddp.ratio == point.plan.ratio == math.inf

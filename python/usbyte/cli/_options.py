@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -18,6 +18,8 @@ from usbyte._util import files, units
 from usbyte.launch.hosts import MOST_RANKS
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from usbyte import _core
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -212,6 +214,21 @@ def scale_options(command: _F) -> _F:
         command
     )
     return click.option("--scale-time", default=1.0, help="Factor of all times.")(command)
+
+
+def print_recorded(console: Console, sources: Sequence[str], scale_time: float) -> None:
+    """Says of named profiles that they are of a CPU, unless their times are scaled."""
+    from usbyte.planning import profiles
+
+    for source in sources:
+        if source in profiles.RECORDED and scale_time == 1:
+            compute_s = profiles.load(source).iteration_s
+            console.print(
+                f"{source} was recorded on a CPU, where a step takes {compute_s:.3g} s without "
+                f"communication. If it takes T seconds on your GPU, add --scale-time "
+                f"T/{compute_s:.3g}; better, record your own job with `usbyte profile`.",
+                markup=False, soft_wrap=True,
+            )  # fmt: skip
 
 
 def read_network(path: Path) -> _core.NetworkModel:

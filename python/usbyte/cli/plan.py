@@ -15,6 +15,7 @@ from usbyte.cli._options import (
     network,
     network_options,
     overlap_options,
+    print_recorded,
     scale_options,
     write_text,
 )
@@ -96,6 +97,7 @@ def plan(
         f"step {predicted.step_s:.6f} s, bound {bound_s:.6f} s, of bytes {bytes_bound_s:.6f} s, "
         f"without communication {job.iteration_s:.6f} s"
     )
+    print_recorded(console, [profile], scale_time)
 
 
 def _table(plan: _core.Plan, predicted: _core.Prediction) -> RenderableType:

@@ -25,6 +25,7 @@ from usbyte.cli._options import (
     listed,
     parse_scheme,
     parse_workers,
+    print_recorded,
     scale_options,
     write_text,
 )
@@ -116,6 +117,7 @@ def simulate(
                 )
             console.print(_table(found))
             cases += found
+    print_recorded(console, profiles, scale_time)
     if csv_path:
         write_text(csv_path, _csv(cases))
     if plot is not None:

@@ -20,6 +20,7 @@ from usbyte.cli._options import (
     check_writable,
     listed,
     parse_workers,
+    print_recorded,
     read_network,
     scale_options,
     write_text,
@@ -35,10 +36,12 @@ if TYPE_CHECKING:
 _RANKS, _BANDWIDTHS, _LATENCY = "2,8,64", "1gbit,10gbit,25gbit,100gbit", "25us"
 
 _NOTE = (
-    "Scaling: time of a step without communication, divided by the time of a step. Bound: what no "
-    "schedule beats; of bytes: the same without startups. Needs: how many times fewer bytes reach "
-    "the target, if compression takes no time; in practice more is needed. Not by compression: "
-    "the startups alone take too long. Bound by compute: DDP reaches the target; by software: the "
+    "Comm.: time of all bytes, divided by that of a step without communication. Scaling: time of "
+    "a step without communication, divided by the time of a step; DDP has buckets of 25 MiB. "
+    "Gain: step of DDP with its best bucket size, divided by auto's. Bound: what no schedule "
+    "beats; of bytes: the same without startups. Needs: how many times fewer bytes reach the "
+    "target, if compression takes no time; in practice more is needed. Not by compression: the "
+    "startups alone take too long. Bound by compute: DDP reaches the target; by software: the "
     "network could carry all bytes in time, but not in DDP's schedule; by latency: it could "
     "without startups; by network: no schedule reaches the target."
 )
@@ -127,6 +130,7 @@ def whatif(
         console.print(_table(model, points))
         console.print(f"{model}: {advice(points)}", markup=False, soft_wrap=True)
     console.print(_NOTE, style="dim")
+    print_recorded(console, profiles, scale_time)
     if json_path is not None:
         write_text(json_path, _json(found))
     if plot is not None:
@@ -165,10 +169,12 @@ def _table(model: str, points: Sequence[Point]) -> RenderableType:
         [
             str(point.ranks),
             point.rate,
+            f"{point.communication:.2f}",
             *(
                 f"{outcome.scaling:.3f}"
                 for outcome in (point.ddp, point.plan, point.bound, point.bytes_bound)
             ),
+            f"{point.gain:.2f}x",
             *(_needed(outcome) for outcome in (point.ddp, point.plan)),
             point.verdict.removesuffix(" bound"),
         ]
@@ -180,7 +186,8 @@ def _table(model: str, points: Sequence[Point]) -> RenderableType:
         f"{first.target:g}"
     )
     columns = [
-        "ranks", "link", "DDP", "auto", "bound", "of bytes", "DDP needs", "auto needs", "bound by",
+        "ranks", "link", "comm.", "DDP", "auto", "bound", "of bytes", "gain", "DDP needs",
+        "auto needs", "bound by",
     ]  # fmt: skip
     return for_terminal(title, columns, rows, ("bound by",))
 
@@ -201,6 +208,8 @@ def _json(found: Sequence[tuple[str, Sequence[Point]]]) -> str:
         for schedule in ("ddp", "plan", "bound", "bytes_bound"):
             if values[schedule]["ratio"] == math.inf:
                 values[schedule]["ratio"] = None  # JSON has no infinity.
+        if values["communication"] == math.inf:
+            values["communication"] = None
         return values
 
     root = [

@@ -21,6 +21,9 @@ from usbyte.errors import UsageError
 COMPUTE, SOFTWARE = "compute bound", "software bound"
 LATENCY, NETWORK = "latency bound", "network bound"
 
+#: Bucket sizes of DDP, of which `best_ddp_s` takes the best.
+BUCKETS_MIB = (1, 2, 4, 8, 16, 25, 32, 64, 128, 256)
+
 #: A ratio exceeds the smallest sufficient one by at most this factor.
 TOLERANCE = 1.01
 _MOST = 2.0**20  # With a ratio above this, the bytes take no time.
@@ -52,6 +55,8 @@ class Point:
         bandwidth_bytes_per_s: Bandwidth of a link, if the network is a ring.
         target: The scaling factor to reach.
         compute_s: Seconds of a step without communication.
+        communication: Time of all bytes at the network's speed over `compute_s`.
+        gain: Step of DDP with its best bucket size over the step of policy auto.
         ddp: DDP's buckets of 25 MiB, overlapped with backward.
         plan: Policy auto, overlapped with backward and the next forward.
         bound: The bound, which no plan can beat.
@@ -62,6 +67,8 @@ class Point:
     bandwidth_bytes_per_s: float
     target: float
     compute_s: float
+    communication: float
+    gain: float
     ddp: Outcome
     plan: Outcome
     bound: Outcome
@@ -110,6 +117,7 @@ def examine(job: _core.Profile, network: _core.NetworkModel, target: float = 0.9
             "0 and up to 1, such as 0.95"
         )
     bandwidth = bus_bandwidth(network)
+    bytes_s = network.all_reduce[0].beta_s_per_byte * job.bytes
 
     def carrying(ratio: float) -> _core.NetworkModel:
         return network.scaled(1.0, 1.0 / ratio)
@@ -140,9 +148,38 @@ def examine(job: _core.Profile, network: _core.NetworkModel, target: float = 0.9
     # No plan needs a smaller ratio than the bound. Starting there saves calls of the slow `auto`.
     plan = outcome(plan_s, bound.ratio)
     return Point(
-        network.ranks, bandwidth, target, job.iteration_s, outcome(ddp_s), plan, bound,
-        outcome(bytes_bound_s),
-    )  # fmt: skip
+        ranks=network.ranks,
+        bandwidth_bytes_per_s=bandwidth,
+        target=target,
+        compute_s=job.iteration_s,
+        communication=_over(bytes_s, job.iteration_s),
+        gain=best_ddp_s(job, network) / plan.step_s,
+        ddp=outcome(ddp_s),
+        plan=plan,
+        bound=bound,
+        bytes_bound=outcome(bytes_bound_s),
+    )
+
+
+def _over(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else math.inf
+
+
+def best_ddp_s(job: _core.Profile, network: _core.NetworkModel) -> float:
+    """Returns the predicted step of DDP with the best of `BUCKETS_MIB`, in seconds.
+
+    The first bucket, which DDP closes at 1 MiB, may also be as large as the others.
+    """
+
+    def step_s(**sizes: int) -> float:
+        plan = _core.make_plan("ddp", job, network, sizes, "backward")
+        return _core.simulate(plan, job, network, "backward").step_s
+
+    sizes = [mib << 20 for mib in BUCKETS_MIB]
+    return min(
+        *(step_s(bucket_bytes=size) for size in sizes),
+        *(step_s(bucket_bytes=size, first_bucket_bytes=size) for size in sizes),
+    )
 
 
 def least_ratio(reaches: Callable[[float], bool], lowest: float = 1.0) -> float:

@@ -115,8 +115,8 @@ def us_byte(task: TuningTask) -> Search:
     """Tries units from 256 KiB to 32 MiB, by powers of two, for 10 steps each.
 
     Gao et al., "US-Byte: An Efficient Communication Framework for Scheduling Unequal-Sized Tensor
-    Blocks in Distributed Deep Learning", TPDS 2024, plans for a given unit. The released code names
-    4, 16 and 32 MB (1, 4 and 8 million parameters).
+    Blocks in Distributed Deep Learning", TPDS 2024, plans for a given unit: 1 million parameters
+    in its released code, and 1, 4 or 8 million in that of D-Credit.
     """
     return _units(task, "us-byte")
 

@@ -70,7 +70,7 @@ class DasoOptimizer(OptimizerWrapper):
     - A node averaging starts only after the previous one has been used. One in flight keeps its S.
       At the start of the cool-down it is used at once.
     - Parameters are sent in float32, and float64 ones in float64; the authors' implementation casts
-      to 16 bits.
+      them to 16 bits in warm-up and cool-down.
     - Inside a node, the sums are broadcast as soon as they are complete; the authors broadcast
       merged parameters when they are due. The result is the same.
     - B = 8, S = B // 4 and the losses as the criterion are the defaults of that implementation. It
