@@ -73,7 +73,8 @@ _HEAD = """# DASO
 distributed asynchronous and selective optimization (DASO)", J. Big Data 9, 2022; arXiv \
 2104.05588). It is **another algorithm than synchronous training**, and its results are others: \
 ranks of a node average gradients in every step; nodes exchange parameters every B batches, in \
-the background, and use them S batches late, x <- (2 S x + sum) / (2 S + P) with P nodes. \
+the background, and use them S batches late, x <- (2 S x + sum) / (2 S + P) with P nodes, \
+where the sum is of all nodes' parameters S batches ago. \
 Warm-up and cool-down average the nodes' parameters after each step. Its docstring tells the \
 rest.
 
@@ -106,7 +107,7 @@ step |
 | first cycle after warm-up | B = 4, S = 1; B = 8, S = 2 come when the loss is stable at B = 1 | B \
 and S as given, 8 and 2 by default |
 | the loss is stable | B is halved, S falls by 1 | both are halved |
-| parameters on the wire | bfloat16 by default | float32 |
+| parameters on the wire | bfloat16 in warm-up and cool-down, float32 between | float32 |
 
 ## Measured
 

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from usbyte import _core
-from usbyte.planning import profiles
 
 #: Released with Espresso (bytedance/byteps, byteps/torch/mergeComp/scheduler/model_tensor.py): us
 #: on a V100 to encode and decode, and to decode, up to 2^20 elements; more take as much longer.
@@ -106,23 +104,3 @@ NVLINK_8 = (Links("nominal", 1, 5e-6, 150e9), Links("released", 1, _RELEASED_S, 
 #: does by default.
 HIPRESS_ELEMENTS = 1 << 20
 BYTEPS_BYTES = 1 << 16
-
-# Released with Espresso, measured on a V100: us of backward before each gradient is ready.
-_LSTM = (
-    ("decoder.bias", 33278, 0),
-    ("rnns.1.weight_ih_l0", 9_000_000, 35223),
-    ("rnns.1.weight_hh_l0", 9_000_000, 90),
-    ("rnns.1.bias_hh_l0", 6000, 76),
-    ("rnns.1.bias_ih_l0", 6000, 5),
-    ("rnns.0.weight_ih_l0", 9_000_000, 33429),
-    ("rnns.0.weight_hh_l0", 9_000_000, 97),
-    ("rnns.0.bias_hh_l0", 6000, 236),
-    ("rnns.0.bias_ih_l0", 6000, 4),
-    ("encoder.weight", 49_917_000, 2290),
-)
-
-
-def lstm() -> _core.Profile:
-    """The LSTM of Espresso: two layers of 1500 and a tied vocabulary of 33278."""
-    columns = ["tensor", "elements", "backward_gap_us"]
-    return profiles.read_trace(json.dumps({"model": "lstm", "columns": columns, "tensors": _LSTM}))

@@ -56,7 +56,7 @@ class Bound:
 
     Attributes:
         text: What is assumed.
-        bytes_alone: Only that compute, and the bytes without anything else, take their time.
+        bytes_alone: Only compute and all bytes count, whenever they are ready or due.
     """
 
     text: str
@@ -95,11 +95,11 @@ def _buckets(first: bool) -> _Sizes:
     )
 
 
-#: Parts and credits within the ranges of ByteScheduler's tuner, which are in million parameters,
-#: and about as many as it tries.
+#: Parts and credits in million parameters: ByteScheduler's defaults, and sizes within the ranges of
+#: its tuner, about as many as it tries.
 _TUNED: _Sizes = tuple(
     {"partition_bytes": 4_000_000 * part, "credit_bytes": 4_000_000 * credit}
-    for part, credit in product((2, 4, 8, 16, 32), (4, 8, 16, 32, 64))
+    for part, credit in ((1, 4), *product((2, 4, 8, 16, 32), (4, 8, 16, 32, 64)))
     if part <= credit <= 8 * part
 )
 _SLICES: _Sizes = ({"partition_bytes": 160_000, "credit_bytes": 640_000},)

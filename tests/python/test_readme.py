@@ -137,7 +137,9 @@ def test_gains_are_those_of_their_page():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     table = readme.partition("It pays where")[2].partition("## Install")[0]
     assert re.findall(r"\| ([\d.]+)x, ([\d.]+)x \|", table) == [row[1:] for row in found]
-    assert f"Over {sum(int(row[0]) for row in found)} published cases" in table
+    counts = re.search(r"predicts the steps of (\d+ published jobs) on (\d+) assumed", page)
+    assert counts is not None
+    assert f"Of {counts[1]} on {counts[2]} simulated rings" in table
 
 
 def test_files_of_the_architecture_exist():

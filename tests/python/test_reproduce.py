@@ -52,15 +52,17 @@ def test_the_page(reproduce, folder, tmp_path):
     assert all(row[-1] for row in claims)  # each says what differs
     by_text = {row[1]: row for row in claims}
     transformer = by_text["Transformer, 64 GPUs: 108k to 145k tokens/s (1.34x)"]
-    assert transformer[2:7] == ["", "no trace", "", "", "not tried"]
+    assert transformer[2:8] == ["", "", "no trace", "", "", "not tried"]
     adatopk = next(row for row in claims if "AdaTopK" in row[1])
-    assert adatopk[3] == "not simulated"
+    assert adatopk[4] == "not simulated"
     us_byte = by_text["up to 1.56x over WFBP, 8 nodes"]
     assert us_byte[2].startswith("1.49x (zju_densenet201, US-Byte's constants, 8 ranks")
-    assert us_byte[6] == "no"
+    assert us_byte[7] == "no"
+    assert us_byte[3] == "auto 1.84x, ddp 1.82x"
     header, *saved = rows_of(energy)
     assert [row[:2] for row in saved] == [["bytescheduler", "17.8%"], ["wfbp", "25.1%"]]
-    shares = [float(cell.removesuffix("%")) for cell in saved[0][3:]]
+    assert saved[0][2] == "20.6%"
+    shares = [float(cell.removesuffix("%")) for cell in saved[0][4:]]
     assert shares == sorted(shares, reverse=True)
     assert 0 < shares[-1] < shares[0] < 100
     header, *cases = rows_of(earlier)
