@@ -7,7 +7,8 @@ Run it on every rank of an emulated cluster of two dimensions:
     usbyte lab run -- python benchmarks/compressed_routes.py --topology 2x2 --codec topk:0.01
 
 The dimensions and the codecs are measured first, as training does it. Then the ways take turns,
-each with memory of its own: flat, and what `usbyte._core.dimension_paths` lists. In every round it
+each with memory of its own: flat, with the codec and without, and what
+`usbyte._core.dimension_paths` lists. In every round it
 is checked, for 10,000 elements, that what arrived and what ranks remember is what they have
 produced, so that codecs are casts and those with error feedback. A time is that of the slowest
 rank, from gradients that are there to sums that are, coding included. Columns:
@@ -113,7 +114,11 @@ def _ways(network: _core.NetworkModel, codec: str, numel: int) -> list[Way]:
     def way(plan: _core.Plan, codecs: tuple[str, str, str], where: str) -> Way:
         return Way(plan, codecs, where, plans.step_s(plan, profile, network) - _READY_S)
 
-    ways = [way(plans.with_schemes(flat, network), ("-", codec, "-"), "flat")]
+    plain = _core.Plan("t", [tensor], [_core.Op("all_reduce", [(0, numel)])])
+    ways = [
+        way(plans.with_schemes(flat, network), ("-", codec, "-"), "flat"),
+        way(plain, ("-", "none", "-"), "flat"),
+    ]
     for each in _core.dimension_paths(flat.ops[0], topology):
         ways.append(
             way(
