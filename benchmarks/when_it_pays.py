@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much usbyte's plans gain over DDP, by job and network, on the simulator.
+r"""How much usbyte's plans gain over DDP, by job and network, on the simulator.
 
-    python benchmarks/when_it_pays.py -o docs/when-it-pays.md --figure docs/when-it-pays.svg
+    python benchmarks/when_it_pays.py -o docs/when-it-pays.md --figure docs/when-it-pays.svg \
+        --step docs/step.svg
 
 Jobs are published times of gradients: the traces of --profiles, which should hold vgg16, resnet50,
 bert and gpt2, and those of benchmarks/published_inputs. Networks are rings. Nothing is trained.
@@ -25,7 +26,7 @@ import _inputs
 from _pages import deliver, folder_option, load, output_option
 from usbyte import __version__, _core
 from usbyte.cli._tables import in_markdown
-from usbyte.planning.whatif import BUCKETS_MIB, best_ddp_s
+from usbyte.planning.whatif import BUCKETS_MIB, best_ddp
 
 _RANKS = (8, 32, 128)
 _GBITS = (1, 10, 25, 100)
@@ -161,7 +162,7 @@ def case_of(name: str, job: _core.Profile, network: _core.NetworkModel, words: s
         startup=cost.alpha_s / compute_s,
         compute_s=compute_s,
         usual_s=usual_s,
-        ddp_s=best_ddp_s(job, network),
+        ddp_s=best_ddp(job, network)[1],
         auto_s=_core.simulate(
             _core.make_plan("auto", job, network, {}, "forward"), job, network, "forward"
         ).step_s,
@@ -262,6 +263,26 @@ def draw(found: Sequence[Case], path: Path) -> None:
     _figures.save(figure, path)
 
 
+def draw_step(path: Path) -> None:
+    """Draws one predicted step of ResNet-101 under DDP and under auto, for the README."""
+    from usbyte.cli import _figures
+    from usbyte.cli.report import picture
+    from usbyte.cli.report.scene import Scene
+
+    job = _inputs.load("espresso_resnet101")
+    network = _core.NetworkModel.ring(8, 25e-6, 1.25e9, 1)
+    ddp, _ = best_ddp(job, network)
+    auto = _core.make_plan("auto", job, network, {}, "forward")
+    scenes = (
+        Scene.predicted(ddp, job, network, "backward"),
+        Scene.predicted(auto, job, network, "forward"),
+    )
+    title = (
+        "ResNet-101 as timed on a V100, 8 ranks, 10 Gb/s, predicted; DDP has its best bucket size"
+    )
+    _figures.save(picture.comparison(*scenes, title), path)
+
+
 def document(jobs: Mapping[str, _core.Profile], found: Sequence[Case], arguments: list[str]) -> str:
     """Returns the whole page."""
     head = _HEAD.format(
@@ -310,13 +331,16 @@ def document(jobs: Mapping[str, _core.Profile], found: Sequence[Case], arguments
 @folder_option
 @output_option
 @click.option("--figure", type=click.Path(path_type=Path), help="Also draw the gains (matplotlib).")
-def main(folder: Path, output: Path | None, figure: Path | None) -> None:
+@click.option("--step", type=click.Path(path_type=Path), help="Also draw the README's picture.")
+def main(folder: Path, output: Path | None, figure: Path | None, step: Path | None) -> None:
     """Simulate published jobs on many networks, with DDP and with policy auto."""
     jobs = jobs_of(folder)
     found = list(cases(jobs))
     deliver(document(jobs, found, sys.argv[1:]), output)
     if figure:
         draw(found, figure)
+    if step:
+        draw_step(step)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README.md's table of systems names what there is, and all of it; so do other pages with code."""
+"""The README and the pages of docs: what they name exists, and their figures are their pages'."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -19,9 +21,8 @@ COLUMNS = ("system", "in usbyte", "tests", "measured by", "published", "here")
 
 
 def table(text):
-    """Rows of the section, by name of the system; cells by name of the column."""
-    section = text.split("## What is in it\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    """Rows of docs/systems.md, by name of the system; cells by name of the column."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert tuple(rows[0]) == COLUMNS
     assert all(len(row) == len(COLUMNS) for row in rows)
@@ -30,7 +31,10 @@ def table(text):
     return found
 
 
-ROWS = table((ROOT / "README.md").read_text(encoding="utf-8"))
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROWS = table((DOCS / "systems.md").read_text(encoding="utf-8"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def quoted(cell):
@@ -96,7 +100,7 @@ def test_names_and_files_exist(system):
         elif name.startswith("usbyte "):
             assert name.split()[1] in main.list_commands(click.Context(main)), name
     for page in re.findall(r"\]\(([^)#]+)\)", "".join(row.values())):
-        assert (ROOT / page).is_file(), page
+        assert (DOCS / page).is_file(), page
 
 
 @pytest.mark.parametrize("system", ROWS)
@@ -108,7 +112,7 @@ def test_figures_stand_on_their_pages(system):
 def missing_figures(cell):
     missing, figures = [], r"(\d+(?:\.\d+)?)(?:x\b| ?%| ms\b| s\b)"
     for text, page in re.findall(r"(.*?)\]\(([^)]+)\)", cell):
-        path = ROOT / page
+        path = DOCS / page
         if not path.is_file():
             continue
         content = path.read_text(encoding="utf-8")
@@ -126,20 +130,75 @@ def test_what_is_not_so_is_found():
     wrong = {"DDP: policy_test.cc Ddp.DoesNotExist", "DDP: test_none.py test_it", "P3: no test"}
     assert wrong <= {*wrong_tests(rows)}
     assert {*named(rows, "policy")} == {*named(ROWS, "policy"), "p4"} - {"wfbp"}
-    assert missing_figures("1.30x, 9.87x, 6.29x ([page](docs/reproduced.md)), 3.21x") == [
-        "9.87 on docs/reproduced.md"
+    assert missing_figures("1.30x, 9.87x, 6.29x ([page](reproduced.md)), 3.21x") == [
+        "9.87 on reproduced.md"
     ]
 
 
 def test_gains_are_those_of_their_page():
-    page = (ROOT / "docs/when-it-pays.md").read_text(encoding="utf-8")
+    page = (DOCS / "when-it-pays.md").read_text(encoding="utf-8")
     found = re.findall(r"\((\d+) cases, median gain ([\d.]+), most ([\d.]+)\)", page)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = readme.partition("It pays where")[2].partition("## Install")[0]
-    assert re.findall(r"\| ([\d.]+)x, ([\d.]+)x \|", table) == [row[1:] for row in found]
+    section = README.partition("## How much faster?")[2].partition("## Install")[0]
+    assert re.findall(r"\| ([\d.]+)x, ([\d.]+)x \|", section) == [row[1:] for row in found]
     counts = re.search(r"predicts the steps of (\d+ published jobs) on (\d+) assumed", page)
     assert counts is not None
-    assert f"Of {counts[1]} on {counts[2]} simulated rings" in table
+    assert f"Of {counts[1]} on {counts[2]} simulated rings" in section
+    jobs = {"ResNet-101": "espresso_resnet101", "ResNet-50": "resnet50", "BERT": "bert",
+            "GPT-2": "gpt2"}  # fmt: skip
+    simulated = re.findall(
+        r"\| ([\w-]+) \| (\d+) ranks, (\d+) Gb/s \| ([\d.]+) s \| ([\d.]+) s \| ([\d.]+)x \|",
+        section,
+    )
+    assert len(simulated) >= 4
+    for job, ranks, gbit, ddp, auto, gain in simulated:
+        [row] = re.findall(rf"^\| {jobs[job]} \| {ranks} x {gbit}G, 25 us \| .*$", page, re.M)
+        assert row.strip("| ").split(" | ")[-4:-2] == [ddp, auto]
+        assert row.endswith(f"| {gain} |")
+
+
+def test_options_lists_every_variable():
+    page = (DOCS / "options.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(USBYTE_\w+)` \|", page, re.M))
+    known = {variable.name for variable in _core.Env.read().variables}
+    assert listed == known
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 200
+    assert len(README.split()) <= 1300
+
+
+def anchors(text):
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_the_quickstart_trains(tmp_path):
+    [script] = re.findall(r"```python\n(.*?)```", README, re.S)
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "usbyte.launch", "-np", "2", sys.executable, "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(x) for x in re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0] < 2.3  # of ten classes by chance
+    assert (tmp_path / "model.pt").is_file()
 
 
 def test_files_of_the_architecture_exist():

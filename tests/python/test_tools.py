@@ -20,7 +20,9 @@ import usbyte
 from usbyte import _core
 from usbyte._util import files
 from usbyte.cli import main
-from usbyte.planning import profiles, tuning
+from usbyte.cli.report import picture
+from usbyte.cli.report.scene import Scene
+from usbyte.planning import profiles, tuning, whatif
 from usbyte.planning.layout import tensor_specs
 
 RING = ["--ring", "4,1ms,1gbit"]
@@ -56,6 +58,38 @@ def test_a_plan_is_shown_and_written(profile, tmp_path):
     assert "bound {:.6f} s, of bytes {:.6f} s".format(*bounds) in done.output
     assert f"{predicted.done_s[-1]:.6f}" in done.output
     assert "fc1.weight" in done.output
+
+
+def test_a_plan_beside_ddp(profile, tmp_path):
+    picture = tmp_path / "step.svg"
+    done = invoke("plan", str(profile), *RING, "--plot", str(picture))
+    assert done.exit_code == 0, done.output
+    job = _core.Profile.from_json(profile.read_text())
+    network = _core.NetworkModel.ring(4, 1e-3, 125e6)
+    _, ddp_s = whatif.best_ddp(job, network)
+    step_s = _core.simulate(_core.make_plan("auto", job, network), job, network).step_s
+    words = f"{ddp_s / step_s:.2f} times as fast as DDP with its best bucket size, {ddp_s:.6f} s"
+    assert words in " ".join(done.output.split())
+    assert "<svg" in picture.read_text()
+
+
+def test_the_picture_of_a_step():
+    # One tensor, ready after 2 s and sent in 1 s: DDP waits, then the next forward pass begins.
+    specs = [_core.TensorSpec("a", 1, "float32", 0)]
+    job = _core.Profile(specs, [0.0], [2.0])
+    network = _core.NetworkModel(2, [_core.AlphaBeta(1.0, 0.0)])
+    plan = _core.make_plan("ddp", job, network, {}, "backward")
+    scene = Scene.predicted(plan, job, network, "backward")
+    figure = picture.comparison(scene, scene, "title")
+    panel = figure.axes[0]
+    assert panel.get_title(loc="left") == "PyTorch DDP: 3s a step"
+    spans = [
+        (path.vertices[:, 0].min(), path.vertices[:, 0].max())
+        for bars in panel.collections
+        for path in bars.get_paths()
+    ]
+    assert (2000.0, 3000.0) in spans  # the wait, and the operation
+    assert max(end for _, end in spans) > 3000  # the next forward pass
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate", "whatif"])

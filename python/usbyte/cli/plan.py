@@ -45,6 +45,10 @@ _SHOWN = 500  # The most rows of the table; rich needs long for more.
 @click.option("--credit", type=BYTES, help="bytescheduler: the most bytes in flight.")
 @click.option("--bucket", type=BYTES, help="ddp: bucket size.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan as JSON.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path),
+    help="Also draw the step below DDP's: .svg, .png, .html (matplotlib).",
+)  # fmt: skip
 def plan(
     profile: str,
     scale_time: float,
@@ -60,21 +64,27 @@ def plan(
     credit: int | None,
     bucket: int | None,
     output: Path | None,
+    plot: Path | None,
 ) -> None:
     """Plan the communication of a profile.
 
     PROFILE is a usbyte profile, a published trace, or a name: vgg16, resnet50, bert-base and gpt2
     were recorded on a CPU, vgg16-half and vgg16-even are made up. Launched and done are seconds
     since the forward pass began. The bound is the step time that no plan without codecs can beat:
-    with startups, and of bytes alone.
-    Of more than 500 operations, only the first and the last 250 are shown.
+    with startups, and of bytes alone. The step is compared with that of DDP with the best of ten
+    bucket sizes. Of more than 500 operations, only the first and the last 250 are shown.
     """
     from rich.console import Console
 
     from usbyte import _core
     from usbyte.planning import profiles, tuning
+    from usbyte.planning.whatif import best_ddp
 
-    check_writable(output, inputs=[profiles.file_of(profile), network_path, costs_path])
+    check_writable(output, plot, inputs=[profiles.file_of(profile), network_path, costs_path])
+    if plot is not None:
+        from usbyte.cli import _figures
+
+        _figures.check_format(plot)
     job = profiles.scaled(profiles.load(profile), scale_time, scale_bytes)
     net = network(network_path, ring)
     sizes = {"partition_bytes": partition, "credit_bytes": credit, "bucket_bytes": bucket}
@@ -97,7 +107,24 @@ def plan(
         f"step {predicted.step_s:.6f} s, bound {bound_s:.6f} s, of bytes {bytes_bound_s:.6f} s, "
         f"without communication {job.iteration_s:.6f} s"
     )
+    ddp, ddp_s = best_ddp(job, net)
+    console.print(
+        f"{ddp_s / predicted.step_s:.2f} times as fast as DDP with its best bucket size, "
+        f"{ddp_s:.6f} s"
+    )
     print_recorded(console, [profile], scale_time)
+    if plot is not None:
+        from usbyte.cli.report import picture
+        from usbyte.cli.report.scene import Scene
+
+        scenes = (
+            Scene.predicted(ddp, job, net, "backward"),
+            Scene.predicted(made, job, net, overlap, sharded, costs),
+        )
+        title = (
+            f"{job.model or profile}, {net.ranks} ranks, predicted; DDP has its best bucket size"
+        )
+        _figures.save(picture.comparison(*scenes, title), plot)
 
 
 def _table(plan: _core.Plan, predicted: _core.Prediction) -> RenderableType:

@@ -21,7 +21,7 @@ from usbyte.errors import UsageError
 COMPUTE, SOFTWARE = "compute bound", "software bound"
 LATENCY, NETWORK = "latency bound", "network bound"
 
-#: Bucket sizes of DDP, of which `best_ddp_s` takes the best.
+#: Bucket sizes of DDP, of which `best_ddp` takes the best.
 BUCKETS_MIB = (1, 2, 4, 8, 16, 25, 32, 64, 128, 256)
 
 #: A ratio exceeds the smallest sufficient one by at most this factor.
@@ -153,7 +153,7 @@ def examine(job: _core.Profile, network: _core.NetworkModel, target: float = 0.9
         target=target,
         compute_s=job.iteration_s,
         communication=_over(bytes_s, job.iteration_s),
-        gain=best_ddp_s(job, network) / plan.step_s,
+        gain=best_ddp(job, network)[1] / plan.step_s,
         ddp=outcome(ddp_s),
         plan=plan,
         bound=bound,
@@ -165,21 +165,18 @@ def _over(part: float, whole: float) -> float:
     return part / whole if whole > 0 else math.inf
 
 
-def best_ddp_s(job: _core.Profile, network: _core.NetworkModel) -> float:
-    """Returns the predicted step of DDP with the best of `BUCKETS_MIB`, in seconds.
+def best_ddp(job: _core.Profile, network: _core.NetworkModel) -> tuple[_core.Plan, float]:
+    """Returns DDP's plan with the best of `BUCKETS_MIB`, and its predicted step in seconds.
 
     The first bucket, which DDP closes at 1 MiB, may also be as large as the others.
     """
-
-    def step_s(**sizes: int) -> float:
-        plan = _core.make_plan("ddp", job, network, sizes, "backward")
-        return _core.simulate(plan, job, network, "backward").step_s
-
-    sizes = [mib << 20 for mib in BUCKETS_MIB]
-    return min(
-        *(step_s(bucket_bytes=size) for size in sizes),
-        *(step_s(bucket_bytes=size, first_bucket_bytes=size) for size in sizes),
-    )
+    options: list[dict[str, int]] = []
+    for size in (mib << 20 for mib in BUCKETS_MIB):
+        options += [{"bucket_bytes": size}, {"bucket_bytes": size, "first_bucket_bytes": size}]
+    plans = [_core.make_plan("ddp", job, network, sizes, "backward") for sizes in options]
+    steps_s = [_core.simulate(plan, job, network, "backward").step_s for plan in plans]
+    best = min(range(len(plans)), key=steps_s.__getitem__)
+    return plans[best], steps_s[best]
 
 
 def least_ratio(reaches: Callable[[float], bool], lowest: float = 1.0) -> float:

@@ -83,17 +83,8 @@ def report(
     job = profiles.matched(whole, made)
     net, costs = network(network_path, ring), read_costs(costs_path)
     measured = trace.read_trace(trace_path, made, step) if trace_path is not None else None
-    shown = Scene(
-        plan=made,
-        profile=job,
-        overlap=overlap,
-        sharded=sharded,
-        prediction=_core.simulate(made, job, net, overlap, sharded, costs),
-        bound_s=_core.bound_s(job, net, overlap, sharded),
-        bytes_bound_s=_core.bytes_bound_s(job, net, overlap, sharded),
-        network=net,
-        measured=trace.aligned(measured, made, job) if measured is not None else None,
-    )
+    aligned = trace.aligned(measured, made, job) if measured is not None else None
+    shown = Scene.predicted(made, job, net, overlap, sharded, costs, aligned)
     write_text(output, html.render(shown))
     if png is not None:
         _figures.save(picture.timeline(shown), png)

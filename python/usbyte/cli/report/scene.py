@@ -71,6 +71,41 @@ class Scene:
     network: _core.NetworkModel
     measured: Measured | None
 
+    @classmethod
+    def predicted(
+        cls,
+        plan: _core.Plan,
+        profile: _core.Profile,
+        network: _core.NetworkModel,
+        overlap: str,
+        sharded: bool = False,
+        costs: _core.CodecCosts | None = None,
+        measured: Measured | None = None,
+    ) -> Scene:
+        """Predicts a plan.
+
+        Args:
+            plan: The plan.
+            profile: The profile, with the plan's tensors in the plan's order.
+            network: The network model.
+            overlap: "forward" or "backward".
+            sharded: Whether each rank updates only its shard of the parameters.
+            costs: Costs of codecs; None: coding takes no time.
+            measured: A measured step; None for none.
+        """
+        costs = costs or _core.CodecCosts()
+        return cls(
+            plan=plan,
+            profile=profile,
+            overlap=overlap,
+            sharded=sharded,
+            prediction=_core.simulate(plan, profile, network, overlap, sharded, costs),
+            bound_s=_core.bound_s(profile, network, overlap, sharded),
+            bytes_bound_s=_core.bytes_bound_s(profile, network, overlap, sharded),
+            network=network,
+            measured=measured,
+        )
+
     # Cached, because each access of these attributes of the C++ core converts the whole list.
 
     @cached_property
