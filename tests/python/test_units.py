@@ -43,7 +43,9 @@ def test_bytes_are_those_of_the_environment(monkeypatch, text):
 @pytest.mark.parametrize(
     ("text", "value"),
     [("10gbit", 1.25e9), ("10Gbit/s", 1.25e9), ("200 mbit", 25e6), ("8bit", 1.0), ("1.6kbit", 200),
-     ("1.25GB/s", 1.25e9), ("1.25GB", 1.25e9), ("5kB/s", 5e3), ("0.4tbit", 50e9)],
+     ("1.25GB/s", 1.25e9), ("1.25GB", 1.25e9), ("5kB/s", 5e3), ("0.4tbit", 50e9),
+     ("25Gb/s", 3.125e9), ("25Gbps", 3.125e9), ("25 gb/s", 3.125e9), ("200Mbps", 25e6),
+     ("1.25GBps", 1.25e9), ("10Gbits/s", 1.25e9), ("8b/s", 1.0)],
 )  # fmt: skip
 def test_rates(text, value):
     assert units.parse_rate(text) == value
@@ -51,7 +53,8 @@ def test_rates(text, value):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "10", "0gbit", "-1gbit", "10gb", "fast", "gbit", "1e999bit", "1e308gbit", "1e-400bit",
+    ["", "10", "0gbit", "-1gbit", "10gb", "10Gb", "10Gbyte/s", "10bps/s", "fast", "gbit",
+     "1e999bit", "1e308gbit", "1e-400bit",
      "1e99999999999999999999bit"],
 )  # fmt: skip
 def test_bad_rates(text):

@@ -13,6 +13,10 @@ from decimal import Decimal
 _NUMBER = re.compile(r"\s*([0-9]+\.?[0-9]*(?:e[+-]?[0-9]{1,3})?)\s*([a-z/]*)\s*", re.IGNORECASE)
 _SIZE = re.compile(r"([0-9]{1,19})([kmg]?)(ib)?", re.IGNORECASE)
 _MOST_BYTES = (1 << 63) - 1
+# "b" alone is left out: some write it for bytes.
+_RATE_UNIT = re.compile(
+    r"(?P<prefix>[kmgtKMGT]?)(?:(?i:bits?)(?:/s)?|b/s|bps|(?P<bytes>B)(?:/s|ps)?)"
+)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SECONDS = {"": 0, "s": 0, "ms": -3, "us": -6, "ns": -9}  # Powers of ten.
 
@@ -39,25 +43,24 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Returns the bytes per second of "10gbit", "200mbit/s" or "1.25GB/s".
+    """Returns the bytes per second of "10gbit", "25Gb/s", "200Mbps" or "1.25GB/s".
 
-    The unit is "bit" or "B". The prefixes k, M, G and T are powers of 1000, as usual for networks.
+    Bits are "bit", "b/s" or "bps", bytes "B". The prefixes k, M, G and T are powers of 1000, as
+    usual for networks.
 
     Raises:
         ValueError: The text is not a rate, or the rate is not positive and finite.
     """
     match = _NUMBER.fullmatch(text)
-    unit = match[2].removesuffix("/s") if match else ""
-    prefix, bits, per_byte = unit[:-3].lower(), unit[-3:].lower() == "bit", 8
-    if not bits:
-        prefix, bits, per_byte = unit[:-1].lower(), unit[-1:] == "B", 1
+    unit = _RATE_UNIT.fullmatch(match[2]) if match else None
     rate = 0.0
-    if match and bits and prefix in _POWERS:
-        rate = _times_ten_to(match[1], 3 * _POWERS[prefix]) / per_byte
+    if match and unit:
+        per_byte = 1 if unit["bytes"] else 8
+        rate = _times_ten_to(match[1], 3 * _POWERS[unit["prefix"].lower()]) / per_byte
     if not 0 < rate < math.inf:
         raise ValueError(
-            f"{text!r} is no rate; write a number with bit, kbit, mbit, gbit or tbit, or with "
-            "kB/s, MB/s or GB/s, such as 10gbit, 200mbit or 1.25GB/s"
+            f"{text!r} is no rate; write a number with bit, kbit, mbit, gbit or tbit, with Mb/s, "
+            "Gb/s or Gbps (bits), or with MB/s or GB/s (bytes), such as 10gbit, 25Gb/s or 1.25GB/s"
         )
     return rate
 

@@ -88,8 +88,8 @@ def simulate(
     PROFILES are usbyte profiles, published traces, or names: vgg16, resnet50, bert-base and gpt2
     were recorded on a CPU, vgg16-half and vgg16-even are made up. Published traces have no forward
     times, so forward is set to half of backward. Times are milliseconds. The bound is the step time
-    that no plan without codecs can beat; the bound of bytes leaves startups out. The best policy is
-    marked.
+    that no plan without codecs can beat; the bound of bytes leaves startups out. The best policy
+    has a star.
     """
     from rich.console import Console
     from rich.text import Text
@@ -201,7 +201,9 @@ def _table(cases: Sequence[Case]) -> RenderableType:
 def _cell(step_s: float, best_s: float) -> Text:
     from rich.text import Text
 
-    return Text(f"{step_s * 1e3:.1f}", "bold green" if step_s == best_s else "")
+    if step_s == best_s:
+        return Text(f"* {step_s * 1e3:.1f}", "bold green")
+    return Text(f"{step_s * 1e3:.1f}")
 
 
 def _csv(cases: Sequence[Case]) -> str:

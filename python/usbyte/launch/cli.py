@@ -12,9 +12,9 @@ from pathlib import Path
 
 import click
 
-from usbyte._util.click_command import StdoutErrorCommand
 from usbyte._util.fd_limit import allow_open_files
 from usbyte.launch import hosts, process_tree
+from usbyte.launch.foreign_options import LauncherCommand
 from usbyte.launch.job import Job, Ssh
 from usbyte.launch.output import Output
 from usbyte.launch.restarts import Pool, RestartPolicy
@@ -73,7 +73,7 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
 
 
 @click.command(
-    cls=StdoutErrorCommand,
+    cls=LauncherCommand,
     context_settings={
         "allow_interspersed_args": False,
         "help_option_names": ["-h", "--help"],

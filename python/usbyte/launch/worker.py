@@ -32,7 +32,10 @@ def main(agent: int, command: list[str]) -> NoReturn:
         os.execvp(command[0], command)
     except OSError as error:
         # The exit codes of shells: 127 for a missing command, 126 for one that cannot run.
-        sys.stderr.write(f"usbyterun: cannot run {command[0]!r}: {error.strerror}\n")
+        remedy = ""
+        if command[0].endswith(".py") and os.path.isfile(command[0]):
+            remedy = f"; a Python script is started by: python {command[0]}"
+        sys.stderr.write(f"usbyterun: cannot run {command[0]!r}: {error.strerror}{remedy}\n")
         sys.stderr.flush()
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 

@@ -268,7 +268,10 @@ class FaultCoordinator:
         for rank in range(self._size):
             if rank != self._rank and self._store.check([f"leaving/{rank}"]):
                 known = self._describe_rank(rank)
-                culprits.append(f"rank {rank} ({known}) has shut down while the others go on")
+                culprits.append(
+                    f"rank {rank} ({known}) has shut down while the others go on; if it had fewer "
+                    "batches, call ub.join() after the last one, or give all ranks as many"
+                )
                 states.pop(rank, None)
             elif rank in silent:
                 culprits.append(

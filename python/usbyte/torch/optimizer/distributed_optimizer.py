@@ -64,6 +64,7 @@ class DistributedOptimizer(OptimizerWrapper):
             and ranks with different orders of parameters match them by name. Names must be unique
             and cover every parameter of `optimizer`. By default ranks match parameters by their
             position in the optimizer.
+        by_position: Nothing; an error says to give the other arguments by name.
         overlap: "backward": gradients are final when `backward()` returns, as with DDP. "forward":
             `step()` returns immediately; the all-reduce and the update of each layer overlap with
             the next forward pass, and a layer waits only for its own parameters. Accessing a
@@ -153,7 +154,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-        *,
+        *by_position: object,
         overlap: Overlap = "auto",
         policy: str | Policy | None = None,
         op: ReduceOp = Average,
@@ -175,6 +176,16 @@ class DistributedOptimizer(OptimizerWrapper):
         groups: object = None,
         process_set: SomeRanks | None = None,
     ) -> None:
+        if isinstance(optimizer, OptimizerWrapper):
+            raise UsageError(
+                f"optimizer is a {type(optimizer).__name__} already: wrap the torch optimizer "
+                "once, and use the result"
+            )
+        if by_position:
+            raise UsageError(
+                "DistributedOptimizer takes only the optimizer and named_parameters by position; "
+                "give other arguments by name, such as compression=ub.Compression.fp16"
+            )
         check_combination(
             optimizer,
             overlap,
@@ -341,6 +352,7 @@ class DistributedOptimizer(OptimizerWrapper):
             FaultError: Communication failed, on any rank.
         """
         self._session.check_usable()
+        self._session.first_gradient.step(self._session.param_table.params, closure is not None)
         if self._session.local_steps is not None:
             return self._session.local_steps.step(closure)
         controller = self._session.controller

@@ -21,6 +21,7 @@ from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
 from usbyte.torch.optimizer.local_steps import LocalSteps
 from usbyte.torch.optimizer.param_owner import register_params, retain_owner
 from usbyte.torch.optimizer.step_controller import StepController
+from usbyte.torch.optimizer.step_warnings import FirstGradientWatch
 from usbyte.torch.optimizer.validation import (
     ValidatedOptimizer,
     validate_optimizer,
@@ -50,6 +51,7 @@ class OptimizerSession:
 
     Attributes:
         label: Name of the optimizer, equal on all ranks.
+        first_gradient: Warns if nothing trains.
         rank_group: Ranks that share the gradients.
         settings: Arguments of the DistributedOptimizer.
         param_table: Parameters of the optimizer.
@@ -79,6 +81,7 @@ class OptimizerSession:
         self._names = names
         self.settings, self.rank_group = settings, rank_group
         self.label = rank_group.next_label()
+        self.first_gradient = FirstGradientWatch(self.label)
         self.codec_state = CodecState(settings.scale(rank_group.size))
         self.update_guard = UpdateGuard()
         self.controller: StepController | None = None

@@ -6,9 +6,46 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from torch import nn
+
 log = logging.getLogger("usbyte")
 
 _PASSES_WITHOUT_STEP = 30
+_STEPS_WITHOUT_GRADIENT = 10
+
+
+class FirstGradientWatch:
+    """Warns if no parameter of an optimizer has a gradient in its first steps.
+
+    Args:
+        label: Name of the optimizer.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._steps_left = _STEPS_WITHOUT_GRADIENT  # 0: a gradient was seen, or the warning logged
+
+    def step(self, params: Sequence[nn.Parameter], has_closure: bool) -> None:
+        """Looks for a gradient before a step, unless one was seen.
+
+        Args:
+            params: The parameters of the optimizer.
+            has_closure: Whether the step computes the gradients itself.
+        """
+        if self._steps_left == 0:
+            return
+        if has_closure or any(param.grad is not None for param in params):
+            self._steps_left = 0
+            return
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            log.warning(
+                "%s: no parameter of this optimizer had a gradient in %d steps, so nothing trains: "
+                "was the model made anew, or copied, after the optimizer was made of it? Make the "
+                "optimizer of the parameters of the model that you train",
+                self._label,
+                _STEPS_WITHOUT_GRADIENT,
+            )
 
 
 class StepWarnings:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Common mistakes: the message names the cause and a remedy."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import click.testing
+import pytest
+import torch
+from torch import nn
+
+import usbyte.torch as ub
+from usbyte.errors import UsageError
+from usbyte.launch.cli import main as usbyterun
+from usbyte.launch.foreign_options import REMEDIES
+
+
+def wrapped(model):
+    return ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+
+
+def test_an_optimizer_is_wrapped_once(single):
+    model = nn.Linear(2, 1)
+    optimizer = wrapped(model)
+    with pytest.raises(UsageError, match="is a DistributedOptimizer already: wrap the torch"):
+        ub.DistributedOptimizer(optimizer, model.named_parameters())
+
+
+def test_arguments_by_position_as_horovod_has_them(single):
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"by name, such as compression=ub\.Compression\.fp16"):
+        ub.DistributedOptimizer(inner, model.named_parameters(), ub.Compression.fp16)
+
+
+def test_a_model_that_was_made_anew(single, caplog):
+    optimizer = wrapped(nn.Linear(2, 1))
+    model = nn.Linear(2, 1)  # not the one that the optimizer has
+    with caplog.at_level(logging.WARNING, logger="usbyte"):
+        for step in range(12):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            assert ("no parameter of this optimizer had a gradient" in caplog.text) == (step >= 9)
+    assert caplog.text.count("was the model made anew") == 1
+
+
+def test_steps_before_the_first_gradient_are_fine(single, caplog):
+    model = nn.Linear(2, 1)
+    optimizer = wrapped(model)
+    with caplog.at_level(logging.WARNING, logger="usbyte"):
+        for _ in range(9):
+            optimizer.step()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(12):
+            optimizer.step()
+    assert "gradient" not in caplog.text
+
+
+@pytest.mark.parametrize("option", REMEDIES)
+def test_options_of_other_launchers(option):
+    done = click.testing.CliRunner().invoke(usbyterun, [option, "2", "python", "train.py"])
+    assert done.exit_code == 2
+    assert f"usbyterun has no {option}; {REMEDIES[option]}" in " ".join(done.output.split())
+
+
+def test_a_script_without_python(tmp_path):
+    (tmp_path / "train.py").write_text("print('trains')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "usbyte.launch", "-np", "1", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "a Python script is started by: python train.py" in done.stdout + done.stderr
