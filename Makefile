@@ -35,8 +35,8 @@ CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cc' -o -name '*.
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 10
 
-train: $(PACKAGE_STAMP) ## train examples/digits.py on 2 workers
-	$(BIN)/usbyterun -np 2 $(BIN)/python examples/digits.py --overlap forward
+train: $(PACKAGE_STAMP) ## train under DDP and usbyte over an emulated network, and draw a step of each
+	$(BIN)/usbyte demo --output build/usbyte-demo.svg
 
 # Three jobs for two cores: most tests wait for processes, limits and faults half of their time.
 TEST_JOBS ?= $(shell echo $$(( ($$(getconf _NPROCESSORS_ONLN) * 3 + 1) / 2 )))
@@ -136,6 +136,10 @@ bench: cpp ## run the C++ benchmarks that need no GPU
 	@set -e; for name in codec collective engine plan sparse; do \
 	  echo "# usbyte_bench_$$name"; build/$(PRESET)/csrc/bench/usbyte_bench_$$name; done
 
+# INTERPRETERS: those to build for; the default is each of python3.10 to python3.14 on PATH.
+wheels: $(VENV_STAMP) ## build dist/*.tar.gz and wheels for glibc 2.28 and newer
+	tools/wheels.sh $(BIN)/python dist $(INTERPRETERS)
+
 # Uses PYTHON's own torch, which must see a GPU. Other missing packages are installed into
 # build/gpu/site. Variables: WHEELS (folder of wheels, for a machine without a package index), OUT_DIR
 # (folder of the report), ONLY (parts to run, separated by commas), REVISION (revision of the sources,
@@ -210,4 +214,4 @@ $(LINT_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) $$($(BIN)/python tools/requirements.py lint)
 	@touch $@
 
-.PHONY: help train test evidence soak reliability asan tsan sanitize coverage fuzz fuzz-python fuzz-programs ctest cpp bench gpu-test lint thread-safety format clean
+.PHONY: help train test evidence soak reliability asan tsan sanitize coverage fuzz fuzz-python fuzz-programs ctest cpp bench wheels gpu-test lint thread-safety format clean

@@ -22,7 +22,7 @@ class CMakeBuild(build_ext):
         # In the folder of a preset, with its flags, which the C++ tests use too; or in its own.
         preset = os.environ.get("USBYTE_PRESET")
         name = preset or f"cp{sys.version_info.major}{sys.version_info.minor}"
-        flags = ["-DCMAKE_BUILD_TYPE=Release"]
+        flags = ["-DCMAKE_BUILD_TYPE=Release", "-DUSBYTE_BENCH=OFF"]
         if preset:
             flags = [f"--preset={preset}", "-DUSBYTE_TESTS=OFF"]
         build = ROOT / "build" / name

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints requirements of pyproject.toml for pip.
 
-Usage: `requirements.py build` for those of the build, or `requirements.py EXTRA...` for those of
-the package with these extras.
+Usage: `requirements.py build [EXTRA...]` for those of the build and of these extras alone, or
+`requirements.py EXTRA...` for those of the package with these extras.
 """
 
 import sys
@@ -14,10 +14,12 @@ except ModuleNotFoundError:  # Python 3.10
     from pip._vendor import tomli as tomllib
 
 project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-if sys.argv[1:] == ["build"]:
+extras = sys.argv[1:]
+if extras[:1] == ["build"]:
     requirements = project["build-system"]["requires"]
+    extras = extras[1:]
 else:
     requirements = project["project"]["dependencies"]
-    for extra in sys.argv[1:]:
-        requirements += project["project"]["optional-dependencies"][extra]
+for extra in extras:
+    requirements += project["project"]["optional-dependencies"][extra]
 print(*requirements)

@@ -149,8 +149,9 @@ def build(place: Place, wheels: str = "", options: Iterable[str] = ("-DUSBYTE_CU
         f"-Dpybind11_DIR={_pybind11(env)}", *options,
     )  # fmt: skip
     _run(env, "cmake", "--build", str(cmake))
-    install = ["--component", "python", "--prefix", str(place.package)]
-    _run(env, "cmake", "--install", str(cmake), *install)
+    for component in ("python", "bench"):
+        install = ["--component", component, "--prefix", str(place.package)]
+        _run(env, "cmake", "--install", str(cmake), *install)
     answer = "from usbyte import _core; print(_core.build_info(), _core.cuda_info())"
     if "-DUSBYTE_CUDA=ON" in options:  # Fails, for example, if CUDA is too new for the driver.
         answer += "; devices = _core.cuda_info(); assert devices.devices, devices.reason"
