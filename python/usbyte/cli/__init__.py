@@ -14,7 +14,8 @@ import usbyte
 from usbyte._util.click_command import StdoutErrorCommand
 
 _COMMANDS = (
-    "doctor", "profile", "probe", "plan", "simulate", "whatif", "report", "stragglers", "lab",
+    "demo", "doctor", "profile", "probe", "plan", "simulate", "whatif", "report", "stragglers",
+    "lab",
 )  # fmt: skip
 
 
