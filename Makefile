@@ -24,6 +24,7 @@ TORCH_STAMP := $(VENV)/.stamp-torch-$(firstword $(shell echo '$(TORCH)' | cksum)
 BUILD_STAMP := $(VENV)/.stamp-build
 PACKAGE_STAMP := $(VENV)/.stamp-package
 LINT_STAMP := $(VENV)/.stamp-lint
+DOCS_STAMP := $(VENV)/.stamp-docs
 
 # The list includes folders, because their time changes when a file is removed.
 SOURCES := $(shell find csrc python cmake \( -name __pycache__ -o -name '*.egg-info' \) -prune \
@@ -149,6 +150,11 @@ gpu-test: ## build, test and measure on this machine's GPU; writes docs/gpu/<gpu
 	@PYTHONPATH=$(CURDIR)/tools$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m gpu_report --out '$(OUT_DIR)' \
 	  --wheels '$(WHEELS)' --only '$(ONLY)' --revision '$(REVISION)'
 
+docs: $(DOCS_STAMP) ## build the site in build/site, and check its links
+	$(BIN)/python tools/docs_site.py
+	$(BIN)/zensical build >build/site.log 2>&1 || { cat build/site.log; exit 1; }
+	$(BIN)/python tools/docs_site.py --check
+
 lint: $(LINT_STAMP) ## check style and types
 	@status=0; \
 	$(BIN)/ruff check || status=1; \
@@ -209,9 +215,13 @@ $(PACKAGE_STAMP): $(TORCH_STAMP) $(BUILD_STAMP) $(SOURCES)
 	USBYTE_PRESET=release USBYTE_WERROR=$(WERROR) $(PIP) --no-build-isolation --no-deps .
 	@touch $@
 
+$(DOCS_STAMP): $(PACKAGE_STAMP)
+	$(PIP) $$($(BIN)/python tools/requirements.py docs)
+	@touch $@
+
 # Lint does not depend on the package, so it needs no build.
 $(LINT_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) $$($(BIN)/python tools/requirements.py lint)
 	@touch $@
 
-.PHONY: help train test evidence soak reliability asan tsan sanitize coverage fuzz fuzz-python fuzz-programs ctest cpp bench wheels gpu-test lint thread-safety format clean
+.PHONY: help train test evidence soak reliability asan tsan sanitize coverage fuzz fuzz-python fuzz-programs ctest cpp bench wheels gpu-test docs lint thread-safety format clean

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inspects and steers a DistributedOptimizer in tests. Training code needs none of this.
 
-Example:
+Examples:
     >>> import torch, usbyte.torch as ub
     >>> from usbyte.torch import testing
     >>> ub.init()

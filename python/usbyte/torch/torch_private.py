@@ -288,7 +288,7 @@ _CHECKS = {
 def broken() -> list[str]:
     """Returns what the installed torch does otherwise than usbyte expects; empty if nothing.
 
-    Example:
+    Examples:
         >>> from usbyte.torch.torch_private import broken
         >>> broken()
         []

@@ -75,7 +75,7 @@ def allreduce(
         MismatchError: The ranks disagree about shape, dtype, op or factors; raised on every rank.
         FaultError: The job has failed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import usbyte.torch as ub
         >>> ub.init()

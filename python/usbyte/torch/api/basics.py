@@ -55,7 +55,7 @@ def rank() -> int:
 def size() -> int:
     """Returns the number of ranks.
 
-    Example:
+    Examples:
         >>> import usbyte.torch as ub
         >>> ub.init()
         >>> ub.rank(), ub.size()  # of a single process

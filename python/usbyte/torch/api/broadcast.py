@@ -49,7 +49,7 @@ def broadcast_parameters(
         MismatchError: The ranks disagree about a shape, a dtype or the root; raised on every rank.
         FaultError: The job has failed, for example because a rank lacks one of the names.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import usbyte.torch as ub
         >>> ub.init()
@@ -96,7 +96,7 @@ def broadcast_optimizer_state(
         UsageError: Before `init`, or the state holds objects that cannot be sent.
         FaultError: The job has failed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import usbyte.torch as ub
         >>> ub.init()

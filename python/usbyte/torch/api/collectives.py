@@ -68,7 +68,7 @@ def allgather(
         MismatchError: The ranks disagree about shape or dtype; raised on every rank.
         FaultError: The job has failed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import usbyte.torch as ub
         >>> ub.init()
@@ -187,7 +187,7 @@ def broadcast(
         MismatchError: The ranks disagree about shape, dtype or root; raised on every rank.
         FaultError: The job has failed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import usbyte.torch as ub
         >>> ub.init()

@@ -40,7 +40,7 @@ def join(device: int = -1) -> int:
             the only one spans a subset of the ranks, as does a DasoOptimizer inside each node.
         FaultError: The job has failed.
 
-    Example:
+    Examples:
         >>> import usbyte.torch as ub
         >>> ub.init()
         >>> ub.join()  # after the last batch; a single rank is the last one

@@ -68,7 +68,7 @@ class Compression:
     `none`, `fp16`, `bf16`, `fp8`, `int8`, `terngrad`, `signsgd`, `signum`, `efsignsgd` and `onebit`
     are codecs; the methods return one. A spec, such as "topk:0.01", can replace a codec everywhere.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import usbyte.torch as ub
         >>> ub.init()

@@ -137,7 +137,7 @@ class DistributedOptimizer(OptimizerWrapper):
         UsageError: An argument cannot be used, or a name is missing or used twice.
         MismatchError: Ranks have parameters of other names, shapes or dtypes; raised on every rank.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import usbyte.torch as ub
         >>> ub.init()

@@ -211,7 +211,7 @@ def profile(
         UsageError: An argument cannot be used; at the end of the block: too few steps were
             recorded.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import usbyte.torch as ub
         >>> model = torch.nn.Linear(2, 1)
