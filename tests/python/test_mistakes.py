@@ -38,6 +38,12 @@ def test_arguments_by_position_as_horovod_has_them(single):
         ub.DistributedOptimizer(inner, model.named_parameters(), ub.Compression.fp16)
 
 
+def test_one_rank_has_nothing_to_send(single, caplog):
+    with caplog.at_level(logging.INFO, logger="usbyte"):
+        wrapped(nn.Linear(2, 1))
+    assert "there is one rank: nothing is sent" in caplog.text
+
+
 def test_a_model_that_was_made_anew(single, caplog):
     optimizer = wrapped(nn.Linear(2, 1))
     model = nn.Linear(2, 1)  # not the one that the optimizer has

@@ -606,3 +606,15 @@ def test_a_trace_that_is_json_of_something_else(tmp_path):
     done = invoke("simulate", str(path))
     assert done.exit_code == 1
     assert "columns tensor, elements, backward_gap_us" in done.output
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "usbyte"], ["-c", "from usbyte.cli import main; main()"]]
+)
+def test_help_is_a_command(command):
+    done = subprocess.run(
+        [sys.executable, *command, "help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Commands:" in done.stdout
+    assert "demo" in done.stdout

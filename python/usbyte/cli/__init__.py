@@ -26,6 +26,8 @@ class _Commands(StdoutErrorCommand, click.Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "help":
+            return click.Command("help", callback=lambda: click.echo(ctx.get_help()))
         if cmd_name not in _COMMANDS:
             return None
         command = getattr(importlib.import_module(f"usbyte.cli.{cmd_name}"), cmd_name)

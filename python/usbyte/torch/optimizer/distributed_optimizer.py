@@ -233,6 +233,8 @@ class DistributedOptimizer(OptimizerWrapper):
         self._participant = OptimizerParticipant(self._session, self)
         self._inner = optimizer  # from now on, undeclared attributes go to the wrapped optimizer
         self._session.build(steps_before=0)
+        if rank_group.size == 1:
+            log.info("there is one rank: nothing is sent, and the wrapped optimizer does all")
         self._add_state_hooks()
         grad_scaler.install()
         current().on_close(grad_scaler.uninstall)

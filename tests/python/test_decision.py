@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user sees of a decision: numbers for a log, a line, a table."""
+
+import pytest
+
+from usbyte import _core
+from usbyte.planning import profiles, whatif
+from usbyte.torch.plan.decision import Decision
+
+
+@pytest.fixture(scope="module")
+def decision():
+    job = profiles.load("vgg16-half")
+    network = _core.NetworkModel.ring(8, 25e-6, 1.25e9)
+    plan = _core.make_plan("auto", job, network, {}, "forward")
+    predicted_s = _core.simulate(plan, job, network, "forward").step_s
+    bound_s = _core.bound_s(job, network, "forward", False)
+    return Decision(plan, job, network, predicted_s, bound_s)
+
+
+def test_summary(decision):
+    told = decision.summary()
+    _, ddp_s = whatif.best_ddp(decision.profile, decision.network)
+    assert told == {
+        "policy": "auto",
+        "overlap": "forward",
+        "ranks": 8,
+        "gradients": len(decision.profile.tensors) - 1,
+        "ops": len(decision.plan.ops),
+        "megabytes": pytest.approx(decision.profile.bytes / 1e6),
+        "compute_s": decision.profile.iteration_s,
+        "predicted_s": decision.predicted_s,
+        "bound_s": decision.bound_s,
+        "ddp_s": ddp_s,
+        "gain": pytest.approx(ddp_s / decision.predicted_s),
+        "final": 1,
+    }
+    assert told["bound_s"] <= told["predicted_s"] <= told["ddp_s"]
+
+
+def test_repr_is_one_line_of_numbers(decision):
+    text = repr(decision)
+    assert f"predicted step {decision.predicted_s * 1e3:.1f} ms" in text
+    assert f"{len(decision.plan.ops)} ops" in text
+    assert "\n" not in text
+    assert "trial" not in text
+
+
+def test_repr_tells_of_a_trial(decision):
+    text = repr(Decision(decision.plan, decision.profile, decision.network, 1.0, 1.0, 7))
+    assert text.endswith("on trial for 7 steps>")
+
+
+def test_notebooks_show_a_table(decision):
+    page = decision._repr_html_()
+    assert page.startswith("<table><tr><th>policy</th><td>auto</td></tr>")
+    assert page.count("<tr>") == len(decision.summary())
