@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 
@@ -85,3 +86,33 @@ def test_a_script_without_python(tmp_path):
     )  # fmt: skip
     assert done.returncode != 0
     assert "a Python script is started by: python train.py" in done.stdout + done.stderr
+
+
+MISUSE = """
+import torch
+import usbyte.torch as ub
+
+def build():
+    model = torch.nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ub.DistributedOptimizer(inner, model.named_parameters(), overlap="foward")  # here
+
+ub.init()
+build()
+"""
+
+
+@pytest.mark.parametrize("level", ["warning", "debug"])
+def test_a_misuse_shows_the_line_of_the_user(tmp_path, level):
+    script = tmp_path / "train.py"
+    script.write_text(MISUSE)
+    env = os.environ | {"USBYTE_LOG_LEVEL": level}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False, env=env
+    )
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert any(line.endswith("# here") for line in lines)
+    assert "UsageError: " in lines[-1]
+    assert "foward" in lines[-1]
+    assert any("distributed_optimizer.py" in line for line in lines) == (level == "debug")

@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from usbyte.errors import FaultError
+import torch
 
+import usbyte
+from usbyte.errors import FaultError, UsageError
+
+log = logging.getLogger("usbyte")
+_LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (usbyte, torch))
 _threads = threading.local()
 
 
@@ -27,6 +34,24 @@ def mark_training_thread() -> None:
     without harm to the job.
     """
     _threads.trains = True
+
+
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without the calls inside usbyte and torch at its end.
+
+    A misuse is in the user's line. The whole of it is shown at `USBYTE_LOG_LEVEL=debug`.
+    """
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    users = list(entries)
+    while users and users[-1].tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+        users.pop()
+    shortened: TracebackType | None = None
+    for entry in reversed(users or entries):
+        shortened = TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shortened
 
 
 class UncaughtExceptions:
@@ -75,6 +100,8 @@ class UncaughtExceptions:
     ) -> None:
         if self._installed and not issubclass(kind, FaultError | SystemExit):
             self.tell(error)
+        if self._installed and issubclass(kind, UsageError) and not log.isEnabledFor(logging.DEBUG):
+            error.__traceback__ = trace = users_part(trace)
         self._of_main(kind, error, trace)
 
     def _on_thread(self, args: threading.ExceptHookArgs) -> None:
