@@ -201,7 +201,9 @@ void register_timeline(py::module_& m) {
       .def(py::init([](const std::string& path, int rank, const std::string& steps) {
              return std::make_shared<TimelineWriter>(path, rank, StepRange::parse(steps));
            }),
-           py::arg("path"), py::arg("rank"), py::arg("steps") = "0:");
+           py::arg("path"), py::arg("rank"), py::arg("steps") = "0:")
+      .def("describe", &TimelineWriter::describe, py::arg("name"), py::arg("args"),
+           "Appends a metadata event; args is a JSON object.");
 }
 
 }  // namespace usbyte

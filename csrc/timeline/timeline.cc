@@ -131,6 +131,16 @@ void TimelineWriter::write(const Timeline& events) {
   append(text);
 }
 
+void TimelineWriter::describe(const std::string& name, const std::string& args) {
+  const nlohmann::json told = nlohmann::json::parse(args, nullptr, false);
+  if (!told.is_object()) throw UsageError("timeline: '" + name + "' is no JSON object");
+  const nlohmann::json event = {
+      {"name", name}, {"ph", "M"}, {"pid", rank_}, {"tid", 0}, {"args", told}};
+  const auto replace = nlohmann::json::error_handler_t::replace;
+  std::lock_guard lock(mutex_);
+  append("," + event.dump(-1, ' ', false, replace) + "\n");
+}
+
 // One write replaces the closing bracket by the text and a new bracket, so that no moment between
 // two system calls finds the file incomplete.
 void TimelineWriter::append(const std::string& text) {

@@ -409,6 +409,7 @@ class Prediction:
 
 class TimelineWriter:
     def __init__(self, path: str, rank: int, steps: str = "0:") -> None: ...
+    def describe(self, name: str, args: str) -> None: ...
 
 class Communicator:
     @property

@@ -210,6 +210,24 @@ TEST_F(TimelineFile, RecordsOnlyTheStepsInRange) {
   EXPECT_EQ(steps, (std::vector<int64_t>{3, 4}));
 }
 
+TEST_F(TimelineFile, DescribesTheRunInMetadata) {
+  TimelineWriter writer(path_, 3, {});
+  writer.describe("usbyte_decision", R"({"plan":"{\"ops\":[]}","predicted_s":0.5})");
+  writer.write({event(Kind::queue, 0, 1.0, 2.0)});
+  const json trace = parse();
+  const auto found = std::find_if(trace.begin(), trace.end(),
+                                  [](const auto& e) { return e["name"] == "usbyte_decision"; });
+  ASSERT_NE(found, trace.end());
+  EXPECT_EQ((*found)["ph"], "M");
+  EXPECT_EQ((*found)["pid"], 3);
+  EXPECT_EQ((*found)["args"]["predicted_s"], 0.5);
+  EXPECT_EQ((*found)["args"]["plan"], "{\"ops\":[]}");
+  for (const char* wrong : {"", "[]", "{", "3"}) {
+    EXPECT_THROW(writer.describe("x", wrong), UsageError) << wrong;
+  }
+  EXPECT_EQ(parse().size(), trace.size());
+}
+
 TEST_F(TimelineFile, TruncatesWhatWasThere) {
   std::ofstream(path_) << std::string(10'000, 'x');
   TimelineWriter writer(path_, 0, {});

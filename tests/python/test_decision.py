@@ -38,6 +38,18 @@ def test_summary(decision):
     assert told["bound_s"] <= told["predicted_s"] <= told["ddp_s"]
 
 
+def test_a_sparse_job_has_no_prediction_of_ddp():
+    specs = [_core.TensorSpec("dense", 1000, "float32", 0)]
+    specs.append(_core.TensorSpec("words", 0, "float32", specs[0].end, 500, 8))
+    job = _core.Profile(specs, [0.0, 1e-3], [4e-3, 3e-3])
+    network = _core.NetworkModel.ring(2, 25e-6, 1.25e9)
+    dense = _core.Profile(specs[:1], [0.0], [4e-3])
+    plan = _core.make_plan("ddp", dense, network, {}, "backward")
+    told = Decision(plan, job, network, 5e-3, 4e-3).summary()
+    assert told["predicted_s"] == 5e-3
+    assert not told.keys() & {"ddp_s", "gain"}
+
+
 def test_repr_is_one_line_of_numbers(decision):
     text = repr(decision)
     assert f"predicted step {decision.predicted_s * 1e3:.1f} ms" in text

@@ -19,6 +19,8 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.cli import main
+from usbyte.cli.report import trace
+from usbyte.cli.report.scene import Scene
 from usbyte.planning import profiles
 from usbyte.planning.layout import tensor_specs
 
@@ -139,6 +141,36 @@ def test_prediction_alone(run, tmp_path):
     assert len(shown.select("tr")) == 1 + len(plan.ops)
     # Nothing is fetched from elsewhere.
     assert not re.search(r"(?:src|href|url)\s*[=(]|@import|https?://", text)
+
+
+def test_a_timeline_alone_is_enough(run, tmp_path):
+    output = tmp_path / "report.html"
+    done = invoke(run / "trace.0.json", "-o", output)
+    assert done.exit_code == 0, done.output
+    alone = Page(output.read_text())
+    decision = trace.read_description(run / "trace.0.json")
+    assert decision.plan.to_json() == (run / "plan.json").read_text()
+    assert (decision.overlap, decision.sharded) == ("forward", False)
+    scene = Scene.predicted(
+        decision.plan, decision.profile, decision.network, decision.overlap, decision.sharded
+    )
+    assert alone.value("step") == f"{scene.prediction.step_s * 1e3:.2f} ms"
+    assert alone.value("measured")
+
+
+def test_a_timeline_alone_takes_no_other_sources(run, tmp_path):
+    done = invoke(run / "trace.0.json", *RING, "--trace", run / "trace.0.json")
+    assert done.exit_code == 2
+    assert "leave out --ring, --trace, or give PLAN and PROFILE" in " ".join(done.output.split())
+
+
+def test_a_timeline_without_a_plan(run, tmp_path):
+    events = json.loads((run / "trace.0.json").read_text())
+    path = tmp_path / "early.json"
+    path.write_text(json.dumps([e for e in events if e["name"] != "usbyte_decision"]))
+    done = invoke(path)
+    assert done.exit_code == 1
+    assert "does not tell of a plan" in done.output
 
 
 def test_a_sharded_plan(run, tmp_path):

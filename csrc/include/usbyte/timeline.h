@@ -58,6 +58,9 @@ class TimelineWriter {
   const StepRange& steps() const { return steps_; }
   /// Appends the events whose step is in range. Throws UsageError if the disk refuses.
   void write(const Timeline& events);
+  /// Appends a metadata event, which viewers skip. `args` is a JSON object. Throws UsageError if it
+  /// is none, or if the disk refuses.
+  void describe(const std::string& name, const std::string& args);
 
  private:
   void append(const std::string& text);

@@ -24,16 +24,29 @@ class Span(NamedTuple):
     args: Mapping[str, Any]
 
 
-def read_spans(path: Path) -> list[Span]:
-    """Reads all bars of a trace.
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Reads all events of a trace.
 
     Raises:
         UsageError: The file is not such a trace; the message says why.
     """
     try:
         events = json.loads(path.read_text("utf-8"), parse_constant=_refuse)
-        if not isinstance(events, list):
+        if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
             raise ValueError("it is no list of events")
+        return events
+    except (OSError, ValueError, RecursionError) as error:
+        raise not_a_trace(path, error) from error
+
+
+def read_spans(path: Path) -> list[Span]:
+    """Reads all bars of a trace.
+
+    Raises:
+        UsageError: The file is not such a trace; the message says why.
+    """
+    events = read_events(path)
+    try:
         return [_span(event) for event in events if event["ph"] == "X"]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise not_a_trace(path, error) from error

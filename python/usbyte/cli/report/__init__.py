@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.command(context_settings={"show_default": True, "max_content_width": 100})
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.argument("profile")
+@click.argument("profile", required=False)
 @scale_options
 @network_options
 @overlap_options
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @click.option("--png", type=click.Path(path_type=Path), help="Also draw a picture (matplotlib).")
 def report(
     plan: Path,
-    profile: str,
+    profile: str | None,
     scale_time: float,
     scale_bytes: float,
     network_path: Path | None,
@@ -60,28 +60,35 @@ def report(
 ) -> None:
     """Draw a plan's timeline, predicted and measured.
 
-    PLAN is a file written by `usbyte plan -o`, PROFILE the profile that it was made from. Give the
-    options that both commands have the same values. The page loads nothing from elsewhere. Without
-    --trace, it shows only the prediction.
+    PLAN alone is the timeline of a job (USBYTE_TIMELINE), which tells of its last plan, profile and
+    network. Otherwise PLAN is a file written by `usbyte plan -o`, PROFILE the profile that it was
+    made from. Give the options that both commands have the same values; without --trace, the page
+    shows only the prediction. The page loads nothing from elsewhere.
     """
     from usbyte import _core
     from usbyte.cli.report import html, trace
     from usbyte.cli.report.scene import Scene
     from usbyte.planning import profiles
 
-    inputs = [plan, profiles.file_of(profile), network_path, costs_path, trace_path]
+    named = profiles.file_of(profile) if profile is not None else None
+    inputs = [plan, named, network_path, costs_path, trace_path]
     check_writable(output, png, inputs=inputs)
     if png is not None:
         from usbyte.cli import _figures
         from usbyte.cli.report import picture
 
         _figures.check_format(png)
-    if step is not None and trace_path is None:
-        raise click.UsageError("--step chooses a step of --trace, which is missing")
-    made = read_json(plan, "plan", _core.Plan.from_json)
-    whole = profiles.scaled(profiles.load_whole(profile), scale_time, scale_bytes)
-    job = profiles.matched(whole, made)
-    net, costs = network(network_path, ring), read_costs(costs_path)
+    if profile is None:
+        _refuse_what_the_timeline_tells(trace_path)
+        trace_path = plan
+        made, whole, net, overlap, sharded = trace.read_description(plan)
+    else:
+        if step is not None and trace_path is None:
+            raise click.UsageError("--step chooses a step of --trace, which is missing")
+        made = read_json(plan, "plan", _core.Plan.from_json)
+        whole = profiles.scaled(profiles.load_whole(profile), scale_time, scale_bytes)
+        net = network(network_path, ring)
+    job, costs = profiles.matched(whole, made), read_costs(costs_path)
     measured = trace.read_trace(trace_path, made, step) if trace_path is not None else None
     aligned = trace.aligned(measured, made, job) if measured is not None else None
     shown = Scene.predicted(made, job, net, overlap, sharded, costs, aligned)
@@ -89,3 +96,25 @@ def report(
     if png is not None:
         _figures.save(picture.timeline(shown), png)
     click.echo(f"wrote {output}" + (f" and {png}" if png else ""))
+
+
+def _refuse_what_the_timeline_tells(trace_path: Path | None) -> None:
+    """Raises UsageError if options say what the timeline in place of a plan says, too."""
+    source = click.get_current_context().get_parameter_source
+    names = {
+        "network_path": "--network", "ring": "--ring", "overlap": "--overlap",
+        "sharded": "--shard-optimizer", "scale_time": "--scale-time",
+        "scale_bytes": "--scale-bytes",
+    }  # fmt: skip
+    given = [
+        option
+        for name, option in names.items()
+        if source(name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if trace_path is not None:
+        given.append("--trace")
+    if given:
+        raise click.UsageError(
+            f"a timeline alone tells of plan, profile and network: leave out {', '.join(given)}, "
+            "or give PLAN and PROFILE"
+        )

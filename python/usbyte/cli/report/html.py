@@ -10,6 +10,7 @@ from string import Template
 
 from usbyte._util.units import format_cost
 from usbyte.cli.report.scene import Bar, Lane, Scene
+from usbyte.planning.whatif import best_ddp
 
 _ROW, _GAP, _AXIS = 18, 10, 26  # Heights in pixels: row, gap between lanes, axis at the top.
 _NUMBERED = 0.012  # Bars wider than this share of the page show the number of their op.
@@ -46,6 +47,9 @@ def _facts(scene: Scene) -> Iterator[tuple[str, str, str, str]]:
     if scene.measured is not None and scene.measured.step_s is not None:
         yield "measured", "measured step", _ms(scene.measured.step_s), main
     yield "bound", "bound", _ms(scene.bound_s), main
+    if not any(tensor.sparse for tensor in scene.profile.tensors):  # else DDP is not predicted
+        _, ddp_s = best_ddp(scene.profile, scene.network)
+        yield "ddp", "DDP, best bucket size, predicted", _ms(ddp_s), ""
     yield "bytes-bound", "bound of bytes", _ms(scene.bytes_bound_s), ""
     yield "compute", "without communication", _ms(scene.profile.iteration_s), ""
     yield "overlap", "overlap", scene.overlap, ""

@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from usbyte import _core
-from usbyte.cli._traces import Span, not_a_trace, read_spans
-from usbyte.errors import UsageError
+from usbyte.cli._traces import Span, not_a_trace, read_events, read_spans
+from usbyte.errors import Error, UsageError
 
 #: Fields of a sparse op in the trace.
 _SUMS = (
@@ -52,6 +53,44 @@ class Measured:
             [(name, a + by_s, b + by_s) for name, a, b in self.updates],
             self.sums,
         )
+
+
+class Described(NamedTuple):
+    """A plan and what it was made from, as a timeline tells of them."""
+
+    plan: _core.Plan
+    profile: _core.Profile
+    network: _core.NetworkModel
+    overlap: str
+    sharded: bool
+
+
+def read_description(path: Path) -> Described:
+    """Reads the plan of a timeline's last steps, with what it was made from.
+
+    Of several optimizers, it is that of the first.
+
+    Raises:
+        UsageError: The file is no timeline, or no plan was made while it was recorded.
+    """
+    events = read_events(path)
+    told = [e["args"] for e in events if e.get("name") == "usbyte_decision"]
+    if not told:
+        raise UsageError(
+            f"'{path}' does not tell of a plan: give the timeline of a run with two ranks or more "
+            "that went on after its learning steps, or give PLAN and PROFILE"
+        )
+    try:
+        last = [each for each in told if each["optimizer"] == told[0]["optimizer"]][-1]
+        decision = last["decision"]
+        plan = _core.Plan.from_json(decision["plan"])
+        profile = _core.Profile.from_json(decision["profile"])
+        network = _core.NetworkModel.from_json(decision["network"])
+        if plan.hash() != decision["hash"]:
+            raise ValueError("its plan has another hash")
+        return Described(plan, profile, network, decision["overlap"], last["sharded"])
+    except (ValueError, KeyError, TypeError, Error) as error:
+        raise not_a_trace(path, error) from error
 
 
 def read_trace(path: Path, plan: _core.Plan, step: int | None = None) -> Measured:

@@ -47,8 +47,9 @@ class Decision:
         Returns:
             `policy`, `overlap`, `ranks`, `gradients`, `ops`, `megabytes` of gradients of a step,
             and in seconds: `compute_s` (a step without communication), `predicted_s`, `bound_s`
-            (no plan without codecs is faster), `ddp_s` (predicted for DDP with the best of ten
-            bucket sizes); `gain`: `ddp_s / predicted_s`; `final`: 0 while the plan is on trial.
+            (no plan without codecs is faster); `final`: 0 while the plan is on trial. Without
+            sparse gradients also `ddp_s`, predicted for DDP with the best of ten bucket sizes, and
+            `gain`, which is `ddp_s / predicted_s`.
 
         Examples:
             ```python
@@ -58,8 +59,7 @@ class Decision:
             ```
         """
         job = self.profile
-        _, ddp_s = best_ddp(job, self.network)
-        return {
+        told: dict[str, float | int | str] = {
             "policy": self.plan.policy,
             "overlap": self.overlap,
             "ranks": self.network.ranks,
@@ -69,10 +69,12 @@ class Decision:
             "compute_s": job.iteration_s,
             "predicted_s": self.predicted_s,
             "bound_s": self.bound_s,
-            "ddp_s": ddp_s,
-            "gain": ddp_s / self.predicted_s,
             "final": int(not self.trial_steps),
         }
+        if not any(tensor.sparse for tensor in job.tensors):
+            _, ddp_s = best_ddp(job, self.network)
+            told |= {"ddp_s": ddp_s, "gain": ddp_s / self.predicted_s}
+        return told
 
     def __repr__(self) -> str:
         """Describes the plan in one line."""

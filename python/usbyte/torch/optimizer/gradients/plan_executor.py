@@ -22,6 +22,7 @@ from usbyte.torch.compression.state import CodecState, coded_shards, codes_shard
 from usbyte.torch.optimizer.gradients.engine_handle import EngineHandle
 from usbyte.torch.optimizer.gradients.flat_buffer import FlatBuffer
 from usbyte.torch.optimizer.gradients.grad_writer import HostGradWriter, make_grad_writer
+from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.sparse import Rows
 from usbyte.torch.reduce_op import Average
@@ -58,6 +59,10 @@ class PlanSource(Protocol):
     @property
     def seed(self) -> int:
         """Seed of codecs that draw random numbers, equal on all ranks."""
+
+    @property
+    def decision(self) -> Decision | None:
+        """The last plan that was decided on, with what it was made from."""
 
     def learning_plan(self) -> _core.Plan:
         """Returns the plan of the learning steps."""
@@ -179,6 +184,7 @@ class PlanExecutor:
         """Records the timeline into `writer` from the next step on; None stops."""
         self.writer = writer
         self.device.anchor()
+        self._describe_plan()
         self.engine.set_timeline(writer)
 
     def status(self) -> dict[str, Any]:
@@ -294,7 +300,20 @@ class PlanExecutor:
                 self._codec_state.shard(plan, mesh.topology, self._rank_group.rank)
             self._start(plan, steps, learning)
         if self.writer is not None:
+            self._describe_plan()
             self.engine.set_timeline(self.writer)
+
+    def _describe_plan(self) -> None:
+        """Adds the plan and what it was made from to the timeline, for `usbyte report`."""
+        decision = self._planner.decision
+        if self.writer is None or decision is None or decision.plan.hash() != self.plan.hash():
+            return
+        told = {
+            "optimizer": self._planner.label,
+            "sharded": self._sharded,
+            "decision": json.loads(decision.to_json()),
+        }
+        self.writer.describe("usbyte_decision", json.dumps(told))
 
     def _average(self, tensor: torch.Tensor) -> None:
         self._rank_group.eager.allreduce("usbyte.memory", tensor, Average)
