@@ -156,6 +156,13 @@ def test_gains_are_those_of_their_page():
         assert row.endswith(f"| {gain} |")
 
 
+def test_planning_lists_every_policy():
+    table = (DOCS / "planning.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|", table, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert set(_core.policies()) <= listed
+
+
 def test_options_lists_every_variable():
     page = (DOCS / "options.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(USBYTE_\w+)` \|", page, re.M))

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes gradients to the flat buffer: by torch on the CPU, by the engine on a CUDA device."""
+"""Writes gradients to the flat buffer.
+
+On the CPU torch writes them, or the engine where they are small. On a CUDA device the engine does,
+an op at a time.
+"""
 
 from __future__ import annotations
 
