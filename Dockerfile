@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # An image that trains on CPUs with Gloo. For GPUs, start from an image that has nvcc:
 #   docker build --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 --build-arg TORCH=torch -t usbyte .
+# On x86-64 an index may serve PyTorch with CUDA by default; name a CPU build in TORCH for a small image.
 # Ranks of one job talk over the host's network: docker run --network host --shm-size 1g usbyte ...
 ARG BASE=python:3.12-slim-bookworm
 

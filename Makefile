@@ -151,6 +151,7 @@ gpu-test: ## build, test and measure on this machine's GPU; writes docs/gpu/<gpu
 	  --wheels '$(WHEELS)' --only '$(ONLY)' --revision '$(REVISION)'
 
 docs: $(DOCS_STAMP) ## build the site in build/site, and check its links
+	rm -rf build/site
 	$(BIN)/python tools/docs_site.py
 	$(BIN)/zensical build >build/site.log 2>&1 || { cat build/site.log; exit 1; }
 	$(BIN)/python tools/docs_site.py --check

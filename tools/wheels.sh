@@ -44,8 +44,8 @@ for interpreter in "${interpreters[@]}"; do
   "$interpreter" -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w "$work/linux" .
 done
 for wheel in "$work"/linux/*.whl; do
-  "$tools/auditwheel" repair --plat "manylinux_2_28_$(uname -m)" -w "$work/checked" "$wheel" 2>/dev/null ||
-    { "$tools/auditwheel" show "$wheel"; exit 1; }
+  "$tools/auditwheel" repair --plat "manylinux_2_28_$(uname -m)" -w "$work/checked" "$wheel" \
+    2>"$work/auditwheel.log" || { cat "$work/auditwheel.log" >&2; exit 1; }
 done
 cp "$work"/sdist/*.tar.gz "$work"/checked/*.whl "$out"
 for file in "$work"/sdist/*.tar.gz "$work"/checked/*.whl; do

@@ -51,7 +51,9 @@ int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, cl
   if (clock_gettime(clock, &here) != 0 || clock_gettime(CLOCK_REALTIME, &real) != 0) return errno;
   const int64_t left = nanoseconds(until) - nanoseconds(&here);
   if (left <= 0) return ETIMEDOUT;
-  const int64_t deadline = nanoseconds(&real) + left;
+  /* A waiter may wake too early: so a clock that is set back does not delay one for long. */
+  const int64_t most = 1000000000;
+  const int64_t deadline = nanoseconds(&real) + (left < most ? left : most);
   real.tv_sec = (time_t)(deadline / 1000000000);
   real.tv_nsec = (long)(deadline % 1000000000);
   const int result = pthread_cond_timedwait(condition, mutex, &real);

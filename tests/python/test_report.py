@@ -148,7 +148,7 @@ def test_a_timeline_alone_is_enough(run, tmp_path):
     done = invoke(run / "trace.0.json", "-o", output)
     assert done.exit_code == 0, done.output
     alone = Page(output.read_text())
-    decision = trace.read_description(run / "trace.0.json")
+    decision, *_ = trace.read_descriptions(run / "trace.0.json")
     assert decision.plan.to_json() == (run / "plan.json").read_text()
     assert (decision.overlap, decision.sharded) == ("forward", False)
     scene = Scene.predicted(
@@ -162,6 +162,38 @@ def test_a_timeline_alone_takes_no_other_sources(run, tmp_path):
     done = invoke(run / "trace.0.json", *RING, "--trace", run / "trace.0.json")
     assert done.exit_code == 2
     assert "leave out --ring, --trace, or give PLAN and PROFILE" in " ".join(done.output.split())
+
+
+def test_a_timeline_whose_last_plan_no_recorded_step_follows(run, tmp_path):
+    events = json.loads((run / "trace.0.json").read_text())
+    job = profiles.load("vgg16-half")
+    network = _core.NetworkModel.ring(2, 1e-3, 1.25e8)
+    plan = _core.make_plan("ddp", job, network, {}, "backward")
+    decision = {
+        "hash": plan.hash(), "plan": plan.to_json(), "profile": job.to_json(),
+        "network": network.to_json(), "overlap": "backward",
+    }  # fmt: skip
+    [told] = [e for e in events if e["name"] == "usbyte_decision"][-1:]
+    later = {"optimizer": told["args"]["optimizer"], "sharded": False, "decision": decision}
+    path = tmp_path / "switched.json"
+    path.write_text(json.dumps([*events, {**told, "args": later}]))
+    assert len(trace.read_descriptions(path)) == 2
+    described, measured = trace.described_step(path, None)
+    assert described.plan.to_json() == (run / "plan.json").read_text()
+    assert trace.described_step(path, measured.step)[1].step == measured.step
+    done = invoke(path, "--step", "1", "-o", tmp_path / "report.html")
+    assert done.exit_code == 1
+    assert "has no step 1 under any plan that it tells of" in done.output
+
+
+@pytest.mark.parametrize("args", [{}, {"args": {}}, {"args": {"optimizer": "x", "decision": 1}}])
+def test_a_damaged_description(tmp_path, args):
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps([{"name": "usbyte_decision", "ph": "M", **args}]))
+    done = invoke(path)
+    assert done.exit_code == 1
+    assert "cannot read the trace" in done.output
+    assert "give PROFILE, too" in done.output
 
 
 def test_a_timeline_without_a_plan(run, tmp_path):

@@ -14,6 +14,7 @@ from torch import nn
 
 import usbyte.torch as ub
 from _ranks import run_ranks
+from usbyte import _core
 from usbyte.errors import FaultError, UsageError
 
 
@@ -58,6 +59,42 @@ def test_a_range_of_steps_with_names(tmp_path):
     both = [json.loads((tmp_path / f"trace.{r}.json").read_text()) for r in range(2)]
     starts = [min(e["ts"] for e in events if e["ph"] == "X") for events in both]
     assert abs(starts[0] - starts[1]) < 10e6  # microseconds
+
+
+def describes(rank, size, full):
+    if full:  # as a full disk
+
+        def refuse(self, name, args):
+            raise UsageError("no space left")
+
+        _core.TimelineWriter.describe = refuse
+    ub.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), policy="ddp",
+        overlap="backward", compression=ub.Compression.dgc(0.001, warmup_steps=16),
+    )  # fmt: skip
+    for _ in range(24):
+        opt.zero_grad()
+        model(torch.ones(2, 64)).sum().mul(1e-6).backward()
+        opt.step()
+    plan = opt.plan.to_json()
+    ub.shutdown()
+    return plan
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_each_plan_is_described(tmp_path, full):
+    env = {"USBYTE_TIMELINE": f"{tmp_path}/trace.%r.json", "USBYTE_LEARNING_STEPS": "2"}
+    plan, _ = run_ranks(2, describes, full, env=env, timeout=60)
+    events = json.loads((tmp_path / "trace.0.json").read_text())
+    told = [e["args"]["decision"]["plan"] for e in events if e["name"] == "usbyte_decision"]
+    if full:  # training went on
+        assert told == []
+    else:  # the warm-up has plans of its own
+        assert len(set(told)) >= 3
+        assert told[-1] == plan
 
 
 def test_a_killed_rank_leaves_valid_json(tmp_path):

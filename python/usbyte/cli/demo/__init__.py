@@ -39,34 +39,48 @@ def demo(output: Path, rounds: int, steps: int) -> None:
 
     Two ranks train a small GPT on the source of Python's standard library: under DDP with two
     bucket sizes and under usbyte, in turns, with the same batches. Their loopback network, which no
-    other program sees, is slowed down until communication takes as long as compute. That needs no
-    root where the kernel lets users make network namespaces. It takes one to three minutes.
+    other program sees, is slowed down until communication takes 1.2 times as long as compute. That
+    needs no root where users may make network namespaces. It takes one to three minutes.
     """
     check_writable(output, inputs=[])
+    draws = importlib.util.find_spec("matplotlib") is not None
+    if draws:
+        from usbyte.cli import _figures
+
+        _figures.check_format(output)
     reason = unshapable()
     if reason:
         click.echo(f"The network is not slowed down, so expect no gain: {reason}.", err=True)
     run = _Run(rounds)
     _watch(run, _messages(rounds, steps, shaped=not reason))
     click.echo(run.summary())
-    if importlib.util.find_spec("matplotlib") is None:
-        click.echo("For a picture of a step: pip install 'usbyte[plot]'")
-    else:
+    if draws:
         _draw(run, output)
         click.echo(f"A step of each, predicted from what was measured: {output}")
+    else:
+        click.echo("For a picture of a step: pip install 'usbyte[plot]'")
 
 
 def unshapable() -> str:
     """Returns why this process cannot make a slow network; "" if it can."""
     for tool, package in _TOOLS.items():
-        if shutil.which(tool) is None:
+        if shutil.which(tool, path=_path()) is None:
             return f"the command '{tool}' is missing; install {package}"
     command = [*_namespace(), "sh", "-c", _READY]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    env = os.environ | {"PATH": _path()}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode == 0:
         return ""
     lines = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-    return f"the system does not allow a network namespace ({lines[-1]}); try it as root"
+    remedy = "try it as root"
+    if os.geteuid() == 0:
+        remedy = "in a container, add the capabilities SYS_ADMIN and NET_ADMIN"
+    return f"the system does not allow a network namespace ({lines[-1]}); {remedy}"
+
+
+def _path() -> str:
+    """Returns PATH with the folders of `tc`, which Debian's users do not have in it."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 def _namespace() -> list[str]:
@@ -138,7 +152,8 @@ class _Run:
             for name, ratio in ((name, step_s / usbyte_s) for name, step_s in medians.items())
         ]
         if medians[best] < usbyte_s:
-            lines.append("Here it does not pay: compute and the network share few cores.")
+            why = "" if self.setup["bytes_per_s"] else ", as the network is not slowed down"
+            lines.append(f"Here it does not pay{why}.")
         if len(set(self.losses.values())) == 1:
             lines.append(f"After {self.end['steps']} steps all losses are equal, to the last bit.")
         else:
@@ -152,7 +167,9 @@ def _messages(rounds: int, steps: int, shaped: bool) -> Iterator[Mapping[str, An
     command = [sys.executable, "-m", "usbyte.launch", "-np", "2", *worker]
     if shaped:
         command = [*_namespace(), "sh", "-c", _START, "sh", *command]
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR", "PATH": _path(),
+    }  # fmt: skip
     said: list[str] = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env

@@ -143,7 +143,7 @@ def main(shaped: bool, rounds: int, block: int) -> None:
     """Trains; `shaped` says that this network namespace's loopback may be slowed down."""
     dist.init_process_group("gloo")
     ub.init()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
 
     def make() -> GPT:
         torch.manual_seed(0)

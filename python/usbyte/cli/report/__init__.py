@@ -68,6 +68,7 @@ def report(
     from usbyte import _core
     from usbyte.cli.report import html, trace
     from usbyte.cli.report.scene import Scene
+    from usbyte.errors import UsageError
     from usbyte.planning import profiles
 
     named = profiles.file_of(profile) if profile is not None else None
@@ -78,10 +79,14 @@ def report(
         from usbyte.cli.report import picture
 
         _figures.check_format(png)
+    measured: trace.Measured | None = None
     if profile is None:
         _refuse_what_the_timeline_tells(trace_path)
-        trace_path = plan
-        made, whole, net, overlap, sharded = trace.read_description(plan)
+        try:
+            described, measured = trace.described_step(plan, step)
+        except UsageError as error:
+            raise UsageError(f"{error}. For a file of usbyte plan, give PROFILE, too") from error
+        made, whole, net, overlap, sharded = described
     else:
         if step is not None and trace_path is None:
             raise click.UsageError("--step chooses a step of --trace, which is missing")
@@ -89,7 +94,8 @@ def report(
         whole = profiles.scaled(profiles.load_whole(profile), scale_time, scale_bytes)
         net = network(network_path, ring)
     job, costs = profiles.matched(whole, made), read_costs(costs_path)
-    measured = trace.read_trace(trace_path, made, step) if trace_path is not None else None
+    if trace_path is not None:
+        measured = trace.read_trace(trace_path, made, step)
     aligned = trace.aligned(measured, made, job) if measured is not None else None
     shown = Scene.predicted(made, job, net, overlap, sharded, costs, aligned)
     write_text(output, html.render(shown))

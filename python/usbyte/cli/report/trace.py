@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from usbyte import _core
 from usbyte.cli._traces import Span, not_a_trace, read_events, read_spans
@@ -65,32 +65,60 @@ class Described(NamedTuple):
     sharded: bool
 
 
-def read_description(path: Path) -> Described:
-    """Reads the plan of a timeline's last steps, with what it was made from.
+def read_descriptions(path: Path) -> list[Described]:
+    """Reads the plans of a timeline, with what they were made from, the last one first.
 
-    Of several optimizers, it is that of the first.
+    Of several optimizers, they are those of the first.
 
     Raises:
         UsageError: The file is no timeline, or no plan was made while it was recorded.
     """
     events = read_events(path)
-    told = [e["args"] for e in events if e.get("name") == "usbyte_decision"]
-    if not told:
+    try:
+        told = [e["args"] for e in events if e.get("name") == "usbyte_decision"]
+        found = [_described(e) for e in told if e["optimizer"] == told[0]["optimizer"]]
+    except (ValueError, KeyError, TypeError, Error) as error:
+        raise not_a_trace(path, error) from error
+    if not found:
         raise UsageError(
             f"'{path}' does not tell of a plan: give the timeline of a run with two ranks or more "
             "that went on after its learning steps, or give PLAN and PROFILE"
         )
-    try:
-        last = [each for each in told if each["optimizer"] == told[0]["optimizer"]][-1]
-        decision = last["decision"]
-        plan = _core.Plan.from_json(decision["plan"])
-        profile = _core.Profile.from_json(decision["profile"])
-        network = _core.NetworkModel.from_json(decision["network"])
-        if plan.hash() != decision["hash"]:
-            raise ValueError("its plan has another hash")
-        return Described(plan, profile, network, decision["overlap"], last["sharded"])
-    except (ValueError, KeyError, TypeError, Error) as error:
-        raise not_a_trace(path, error) from error
+    return found[::-1]
+
+
+def _described(told: Mapping[str, Any]) -> Described:
+    decision = told["decision"]
+    plan = _core.Plan.from_json(decision["plan"])
+    profile = _core.Profile.from_json(decision["profile"])
+    network = _core.NetworkModel.from_json(decision["network"])
+    if plan.hash() != decision["hash"]:
+        raise ValueError("its plan has another hash")
+    return Described(plan, profile, network, decision["overlap"], told["sharded"])
+
+
+def described_step(path: Path, step: int | None) -> tuple[Described, Measured]:
+    """Reads one step of a timeline with the last plan that it follows.
+
+    Args:
+        path: The timeline.
+        step: Number of the step; None for a step of median length under the last plan that
+            recorded steps follow.
+
+    Raises:
+        UsageError: As `read_descriptions`, or no plan of the timeline has such a step.
+    """
+    failed: UsageError | None = None
+    for described in read_descriptions(path):
+        try:
+            return described, read_trace(path, described.plan, step)
+        except UsageError as error:
+            failed = failed or error
+    wanted = "whole step" if step is None else f"step {step}"
+    raise UsageError(
+        f"'{path}' has no {wanted} under any plan that it tells of; record more steps, such as "
+        "USBYTE_TIMELINE_STEPS=100:110"
+    ) from failed
 
 
 def read_trace(path: Path, plan: _core.Plan, step: int | None = None) -> Measured:

@@ -11,6 +11,7 @@ from typing import Any
 
 from usbyte import _core
 from usbyte.errors import Error, MismatchError, UsageError
+from usbyte.planning.layout import CONTROL_TENSOR
 from usbyte.planning.whatif import best_ddp
 from usbyte.torch.plan.sparse import SchemeChoice
 from usbyte.torch.runtime.messages import check, read, unreadable
@@ -63,7 +64,7 @@ class Decision:
             "policy": self.plan.policy,
             "overlap": self.overlap,
             "ranks": self.network.ranks,
-            "gradients": len(job.tensors) - 1,  # without the control tensor
+            "gradients": sum(tensor.name != CONTROL_TENSOR for tensor in job.tensors),
             "ops": len(self.plan.ops),
             "megabytes": job.bytes / 1e6,
             "compute_s": job.iteration_s,

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -306,14 +307,19 @@ class PlanExecutor:
     def _describe_plan(self) -> None:
         """Adds the plan and what it was made from to the timeline, for `usbyte report`."""
         decision = self._planner.decision
-        if self.writer is None or decision is None or decision.plan.hash() != self.plan.hash():
+        if self.writer is None or decision is None or self._learning:
             return
+        # Codecs that change over time change the plan without another decision.
+        decision = replace(decision, plan=self.plan)
         told = {
             "optimizer": self._planner.label,
             "sharded": self._sharded,
             "decision": json.loads(decision.to_json()),
         }
-        self.writer.describe("usbyte_decision", json.dumps(told))
+        try:
+            self.writer.describe("usbyte_decision", json.dumps(told))
+        except UsageError as error:  # such as a full disk, which must not end training
+            self._rank_group.warn(f"the timeline lacks its plan: {error}")
 
     def _average(self, tensor: torch.Tensor) -> None:
         self._rank_group.eager.allreduce("usbyte.memory", tensor, Average)
@@ -339,6 +345,7 @@ class PlanExecutor:
 
     def _start(self, plan: _core.Plan, steps_before: int, learning: bool) -> None:
         env, exchange = self._rank_group.env, self._engine_handle.exchange
+        self._learning = learning
         self.engine = _core.Engine(
             plan,
             self.flat_buffer.buffer.data_ptr(),
