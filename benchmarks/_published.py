@@ -100,8 +100,8 @@ class Claim:
         clusters: Networks likewise; the case that gains most counts.
         differs: What is other here than there, and why.
         factor: Published step time of the baseline over that of the scheme; None: no figure.
-        authors_models: Of the authors' own inputs, likewise; none: nothing is at hand.
-        authors_clusters: Networks with the authors' constants, likewise.
+        authors_models: Traces that the authors have published; empty if there are none.
+        authors_clusters: Networks with the constants that the authors have measured; may be empty.
     """
 
     system: str

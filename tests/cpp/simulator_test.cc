@@ -236,8 +236,8 @@ TEST(Simulator, NoPlanGoesBelowTheBound) {
   }
 }
 
-// What is sent sparse may come without a startup; it is ready when backward ends, 7 s after the
-// dense gradient, whose 4 bytes take 4 s.
+// The bound counts no startup for a sparse gradient. This one is ready at the end of backward, 7 s
+// after the dense gradient, whose 4 bytes take 4 s.
 TEST(Simulator, TheBoundHasNoStartupOfSparseGradients) {
   Profile p;
   p.tensors = {{"a", 1, DType::float32, 0}, {"words", 0, DType::float32, 1, 1000, 8}};
