@@ -16,7 +16,7 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.cli import main
 from usbyte.cli._traces import Span
-from usbyte.cli.stragglers import find_delays, one_of_each_rank, typical_step_s, verdict
+from usbyte.cli.stragglers import find_delays, one_of_each_rank, only, typical_step_s, verdict
 from usbyte.errors import UsageError
 
 
@@ -50,6 +50,7 @@ def test_the_rank_with_the_shortest_operations_is_late():
     assert (second.rank, second.step, second.wait_s) == (1, 2, 0)
     assert second.late_s == pytest.approx(0.3)
     assert second.most_late_s == pytest.approx(0.4)
+    assert first.most_wait_s == pytest.approx(0.3)
     assert typical_step_s(ranks) == pytest.approx(1)
     told = verdict([first, second], 1.0)
     assert told.startswith("The others wait for rank 1 (300.0 ms late, 30% of a step): ")
@@ -70,6 +71,18 @@ def test_nobody_is_blamed_where_nobody_waits():
     assert (
         verdict(hidden, 1.0) == "No rank waits for more than 0.1% of a step: compute sets the pace."
     )
+
+
+def test_one_step_alone():
+    ranks = two_ranks(lambda step: 0.2 + 0.1 * step)
+    ranks[0].append(Span(0, 2, "wait", "u", 2.6, 2.7, {}))
+    first, second = find_delays(ranks)
+    assert (first.wait_s, first.most_wait_s, first.wait_step) == pytest.approx((0.3, 0.4, 2))
+    first, second = find_delays(only(1, ranks))
+    assert (first.wait_s, first.most_wait_s, first.wait_step) == pytest.approx((0.3, 0.3, 1))
+    assert (second.late_s, second.most_late_s, second.step) == pytest.approx((0.3, 0.3, 1))
+    with pytest.raises(UsageError, match=r"the trace of rank 0 has no step 7, but steps 0 to 2"):
+        only(7, ranks)
 
 
 def test_traces_that_cannot_be_compared_are_refused():

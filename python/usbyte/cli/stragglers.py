@@ -16,9 +16,9 @@ from usbyte.cli._traces import Span, read_spans
 from usbyte.errors import UsageError
 
 _NOTE = (
-    "Medians over steps. Late: how long after the first rank this rank has launched an operation; "
+    "Late: how long after the first rank this rank has launched an operation; "
     "the most of a step's operations. Waits: time that the training thread, or its stream, waited "
-    "for gradients."
+    "for gradients. Each in the median step, then at most and in which step."
 )
 
 _EXAMPLES = """\b
@@ -43,6 +43,8 @@ class RankDelay(NamedTuple):
         op: The op that was launched latest in that step, with its parameters.
         step: That step.
         wait_s: Time that the rank waited for gradients, in the median step.
+        most_wait_s: The same in the worst step.
+        wait_step: That step.
     """
 
     rank: int
@@ -51,11 +53,14 @@ class RankDelay(NamedTuple):
     op: str
     step: int
     wait_s: float
+    most_wait_s: float
+    wait_step: int
 
 
 @click.command(context_settings={"max_content_width": 100}, epilog=_EXAMPLES)
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
-def stragglers(traces: Sequence[Path]) -> None:
+@click.option("--step", type=click.IntRange(min=1), help="Look at this step alone.")
+def stragglers(traces: Sequence[Path], step: int | None) -> None:
     """Tell which rank the others wait for.
 
     TRACES are the files that USBYTE_TIMELINE has written, one of each rank. They must be of one
@@ -64,12 +69,16 @@ def stragglers(traces: Sequence[Path]) -> None:
     from rich.console import Console
 
     by_rank = one_of_each_rank({path: read_spans(path) for path in traces})
-    delays, step_s = find_delays(by_rank), typical_step_s(by_rank)
-    columns = ("rank", "late, ms", "at most", "in step", "waits, ms", "latest at")
+    step_s = typical_step_s(by_rank)
+    delays = find_delays(by_rank if step is None else only(step, by_rank))
+    columns = (
+        "rank", "late, ms", "at most", "in step", "waits, ms", "at most", "in step", "latest at",
+    )  # fmt: skip
     rows = [
         (
             str(delay.rank), f"{delay.late_s * 1e3:.1f}", f"{delay.most_late_s * 1e3:.1f}",
-            str(delay.step), f"{delay.wait_s * 1e3:.1f}", delay.op,
+            str(delay.step), f"{delay.wait_s * 1e3:.1f}", f"{delay.most_wait_s * 1e3:.1f}",
+            str(delay.wait_step), delay.op,
         )
         for delay in delays
     ]  # fmt: skip
@@ -111,6 +120,23 @@ def one_of_each_rank(traces: Mapping[Path, Sequence[Span]]) -> dict[int, Sequenc
             "files of one run"
         )
     return {rank: traces[path] for rank, path in sorted(files.items())}
+
+
+def only(step: int, by_rank: Mapping[int, Sequence[Span]]) -> dict[int, list[Span]]:
+    """Returns the bars of one step.
+
+    Raises:
+        UsageError: A rank has not recorded it.
+    """
+    found = {rank: [span for span in spans if span.step == step] for rank, spans in by_rank.items()}
+    for rank, spans in by_rank.items():
+        if not found[rank]:
+            steps = {span.step for span in spans}
+            raise UsageError(
+                f"the trace of rank {rank} has no step {step}, but steps {min(steps)} to "
+                f"{max(steps)}: record it with USBYTE_TIMELINE_STEPS, or give another --step"
+            )
+    return found
 
 
 def find_delays(by_rank: Mapping[int, Sequence[Span]]) -> list[RankDelay]:
@@ -166,13 +192,16 @@ def _delay(
         for step, delays in steps.items()
     }
     worst = max(late, key=lambda step: late[step])
+    wait_step = max(steps, key=lambda step: waits[step])
     return RankDelay(
         rank,
         median(late.values()),
         late[worst],
         steps[worst][rank][1],
         worst,
-        median(waits.get(step, 0.0) for step in steps),
+        median(waits[step] for step in steps),
+        waits[wait_step],
+        wait_step,
     )
 
 
