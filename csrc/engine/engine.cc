@@ -72,7 +72,7 @@ std::vector<int> Engine::ready(int tensor, CudaStream stream, const void* gradie
     s.on_device([&] { packed = s.device->gradient(tensor, stream, gradient); });
   } else if (gradient) {
     MutexUnlock unlocked(s.mutex);
-    s.take(tensor, gradient);
+    s.copy_scaled_gradient(tensor, gradient);
   }
   s.end_ready(tensor);
   return packed;

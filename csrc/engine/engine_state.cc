@@ -138,7 +138,7 @@ void Engine::State::end_ready(int tensor) {
   if (launchable() && !launches.launching()) work.notify_one();
 }
 
-void Engine::State::take(int tensor, const void* gradient) const {
+void Engine::State::copy_scaled_gradient(int tensor, const void* gradient) const {
   const TensorSpec& spec = plan.tensors()[static_cast<size_t>(tensor)];
   std::byte* const target = flat_buffer + plan.byte_offset(spec.offset);
   scaled_copy(spec.dtype, gradient, target, spec.numel, options.scale);

@@ -77,7 +77,7 @@ struct Engine::State {
   void set_fault(std::string message) USBYTE_REQUIRES(mutex);
   void post_record() USBYTE_REQUIRES(mutex);
   /// Writes a gradient of the host to the flat buffer, scaled.
-  void take(int tensor, const void* gradient) const;
+  void copy_scaled_gradient(int tensor, const void* gradient) const;
   /// The device's times of the current step, for which the host waits.
   StepRecord device_times() const;
   /// Waits for `done`, which is called with the lock held, and polls meanwhile; throws on a fault.

@@ -54,7 +54,7 @@ const std::map<std::string, PolicyEntry, std::less<>>& policies() {
       {"dcredit", {.plan = dcredit}},
       {"ddp", {.plan = ddp}},
       {"dear", {.plan = dear, .shards = true}},
-      {"dear_exact", {.plan = best_dear, .shards = true}},
+      {"dear_exact", {.plan = dear_exact, .shards = true}},
       {"mergecomp", {.plan = mergecomp, .knows_codecs = true}},
       {"mgwfbp", {.plan = mgwfbp}},
       {"p3", {.plan = p3, .count_parts = p3_parts}},

@@ -88,7 +88,7 @@ Plan dear(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// DeAR with the best of all fusion sizes in place of its tuner: groups change only at sums of
 /// neighbouring tensors, and each grouping is tried (of more than some 4,000 tensors the most
 /// promising ones). Policy "dear_exact".
-Plan best_dear(const Profile&, const NetworkModel&, const PolicyOptions&);
+Plan dear_exact(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// PipeDAP: DeAR with one group for each tensor, where a tensor is gathered right after it was
 /// scattered if what the channel then idles and a startup are more than half of its all_reduce. Gao

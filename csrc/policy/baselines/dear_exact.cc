@@ -139,7 +139,7 @@ class Groupings {
 
 }  // namespace
 
-Plan best_dear(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
+Plan dear_exact(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
   // All sizes cost about L^2 log L groups; beyond some 4,000 tensors only the most promising
   // of them are tried.
   constexpr size_t kGroups = 50'000'000;

@@ -16,7 +16,7 @@ from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.optimizer.compat.shared_memory import shares_memory
-from usbyte.torch.optimizer.gradients.grad_writer import HostGradWriter
+from usbyte.torch.optimizer.gradients.grad_writer import GradWriter
 from usbyte.torch.optimizer.gradients.in_flight_grads import InFlightGrads
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.sparse import Rows, empty_like
@@ -52,7 +52,7 @@ class GradientChannel(Protocol):
 
     device: Device
     engine: _core.Engine
-    grad_writer: HostGradWriter
+    grad_writer: GradWriter
     rows: dict[int, Rows]
     tensor_of_param: list[int]
 

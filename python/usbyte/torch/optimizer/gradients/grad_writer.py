@@ -7,6 +7,7 @@ an op at a time.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -20,8 +21,57 @@ from usbyte.torch.runtime.device import Device
 _SMALL_NUMEL = 1 << 15  # up to this size torch uses one thread
 
 
-class HostGradWriter:
-    """Writes each gradient to the flat buffer, scaled, as soon as it is ready. For the CPU.
+class GradWriter(ABC):
+    """Writes the gradients of a step to the flat buffer, and marks them ready in the engine.
+
+    Args:
+        params: The parameters, by parameter index.
+        param_of_tensor: Parameter indices in the plan's order of tensors, without the control
+            tensor.
+        flat_buffer: Flat buffer of the plan in force.
+        engine: Launches ops whose gradients are ready.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        param_of_tensor: Sequence[int],
+        flat_buffer: FlatBuffer,
+        engine: _core.Engine,
+    ) -> None:
+        self._params, self._param_of_tensor = params, param_of_tensor
+        # Tensor 0 is the control tensor. Sparse gradients have no view.
+        self._tensor_of_param = {i: k for k, i in enumerate(param_of_tensor, start=1)}
+        self._views = dict(zip(param_of_tensor, flat_buffer.grads, strict=False))
+        self._flat_buffer, self._engine = flat_buffer, engine
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Opens a step in the engine."""
+
+    @abstractmethod
+    def send(self, i: int, grad: torch.Tensor, shown: torch.Tensor | None) -> None:
+        """Sends the gradient of parameter `i`, scaled.
+
+        Args:
+            i: Index of the parameter; not a sparse one.
+            grad: Its gradient, of the shape and dtype of the parameter. It may be the flat buffer's
+                memory.
+            shown: Tensor over the flat buffer's memory that `param.grad` becomes once the gradient
+                is there; None leaves `param.grad` as it is.
+        """
+
+    @abstractmethod
+    def send_zeros(self, i: int) -> None:
+        """Sends zeros for parameter `i`, whose `param.grad` does not change."""
+
+    @abstractmethod
+    def send_flags(self, flags: Sequence[float]) -> None:
+        """Sends `flags` as the used part of the control tensor."""
+
+
+class HostGradWriter(GradWriter):
+    """Copies each gradient to the flat buffer, scaled, as soon as it is ready. For the CPU.
 
     Args:
         params: The parameters, by parameter index.
@@ -40,11 +90,7 @@ class HostGradWriter:
         engine: _core.Engine,
         scale: float,
     ) -> None:
-        self._params, self._param_of_tensor = params, param_of_tensor
-        # Tensor 0 is the control tensor. Sparse gradients have no view.
-        self._tensor_of_param = {i: k for k, i in enumerate(param_of_tensor, start=1)}
-        self._views = dict(zip(param_of_tensor, flat_buffer.grads, strict=False))
-        self._flat_buffer, self._engine = flat_buffer, engine
+        super().__init__(params, param_of_tensor, flat_buffer, engine)
         # torch.mul would turn a number into a tensor in each call.
         self._scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
         # Dtype and strides of small gradients: the core scales them faster than torch launches.
@@ -59,15 +105,7 @@ class HostGradWriter:
         self._engine.begin_step()
 
     def send(self, i: int, grad: torch.Tensor, shown: torch.Tensor | None) -> None:
-        """Copies the gradient of parameter `i` to the flat buffer, scaled, and marks it ready.
-
-        Args:
-            i: Index of the parameter; not a sparse one.
-            grad: Its gradient, of the shape and dtype of the parameter. It may be the flat buffer's
-                memory.
-            shown: Tensor over the flat buffer's memory that `param.grad` becomes once the gradient
-                is there; None leaves `param.grad` as it is.
-        """
+        """Copies the gradient of parameter `i` to the flat buffer, scaled, and marks it ready."""
         view = self._views[i]
         small = self._small.get(i)
         if small == (grad.dtype, grad.stride()) and not grad.is_neg():
@@ -79,7 +117,7 @@ class HostGradWriter:
             self._params[i].grad = shown
 
     def send_zeros(self, i: int) -> None:
-        """Sends zeros for parameter `i`, whose `param.grad` does not change."""
+        """Writes zeros for parameter `i`, and marks it ready."""
         self._views[i].zero_()
         self._engine.ready(self._tensor_of_param[i])
 
@@ -89,7 +127,7 @@ class HostGradWriter:
         self._engine.ready(0)
 
 
-class DeviceGradWriter(HostGradWriter):
+class DeviceGradWriter(GradWriter):
     """Passes gradients to the engine, which packs and scales those of an op at once. For CUDA.
 
     Until then a gradient stays where it is, and `param.grad` shows it there. Only the engine may
@@ -112,7 +150,7 @@ class DeviceGradWriter(HostGradWriter):
         flat_buffer: FlatBuffer,
         engine: _core.Engine,
     ) -> None:
-        super().__init__(params, param_of_tensor, flat_buffer, engine, 1.0)
+        super().__init__(params, param_of_tensor, flat_buffer, engine)
         self._device = device
         self._sources: dict[int, torch.Tensor] = {}  # by tensor of the plan, until packed
         # By tensor of the plan, until packed: `param.grad`, and the tensor that replaces it then.
@@ -125,15 +163,7 @@ class DeviceGradWriter(HostGradWriter):
         self._engine.begin_step(self._device.stream())
 
     def send(self, i: int, grad: torch.Tensor, shown: torch.Tensor | None) -> None:
-        """Passes the gradient of parameter `i` to the engine.
-
-        Args:
-            i: Index of the parameter; not a sparse one.
-            grad: Its gradient, of the shape and dtype of the parameter. A copy is sent if its
-                layout differs from that in the flat buffer.
-            shown: Tensor over the flat buffer's memory that `param.grad` becomes once the gradient
-                is packed; None leaves `param.grad` as it is.
-        """
+        """Passes the gradient of parameter `i` to the engine; a copy if laid out otherwise."""
         view = self._views[i]
         if shown is not None:
             self._user_visible_grads[self._tensor_of_param[i]] = self._params[i].grad, shown
@@ -148,14 +178,11 @@ class DeviceGradWriter(HostGradWriter):
             self._submit(self._tensor_of_param[i], laid_out.copy_(grad))
 
     def send_zeros(self, i: int) -> None:
-        """Sends zeros for parameter `i`, whose `param.grad` does not change."""
+        """Passes zeros for parameter `i` to the engine."""
         self._submit(self._tensor_of_param[i], torch.zeros_like(self._views[i]))
 
     def send_flags(self, flags: Sequence[float]) -> None:
-        """Sends `flags` as the control tensor.
-
-        They seldom change, so the last ones stay on the device and are sent again.
-        """
+        """Passes `flags` to the engine; while they do not change, the copy on the device."""
         if flags != self._flags:
             there = torch.zeros_like(self._flat_buffer.flags, device="cpu")
             there[: len(flags)] = _on_host(flags)
@@ -194,7 +221,7 @@ def make_grad_writer(
     flat_buffer: FlatBuffer,
     engine: _core.Engine,
     scale: float,
-) -> HostGradWriter:
+) -> GradWriter:
     """Returns the gradient writer for `device`. On CUDA, the engine applies the scale itself."""
     if device.core is None:
         return HostGradWriter(params, param_of_tensor, flat_buffer, engine, scale)

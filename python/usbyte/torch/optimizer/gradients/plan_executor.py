@@ -22,7 +22,7 @@ from usbyte.torch.comm.sparse_exchange import TorchExchange
 from usbyte.torch.compression.state import CodecState, coded_shards, codes_shards
 from usbyte.torch.optimizer.gradients.engine_handle import EngineHandle
 from usbyte.torch.optimizer.gradients.flat_buffer import FlatBuffer
-from usbyte.torch.optimizer.gradients.grad_writer import HostGradWriter, make_grad_writer
+from usbyte.torch.optimizer.gradients.grad_writer import GradWriter, make_grad_writer
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.sparse import Rows
@@ -101,7 +101,7 @@ class PlanExecutor:
 
     engine: _core.Engine
     flat_buffer: FlatBuffer
-    grad_writer: HostGradWriter
+    grad_writer: GradWriter
 
     def __init__(
         self,
