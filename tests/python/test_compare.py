@@ -58,6 +58,7 @@ def test_all_contenders(profile, tmp_path):
         "--json", str(result), "--markdown", str(table), "--save", str(saved),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "backward() waits for all gradients" not in done.stderr
     found = json.loads(result.read_text())
     policies = {"forward:auto", "auto:wfbp", "backward:ddp", "sharded:auto"}
     ran = {"alone", "ddp:5", "ddp:25", "ddp:100", *policies}

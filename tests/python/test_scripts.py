@@ -157,6 +157,8 @@ def equal_ddp(rank, size, names):
             assert bool(reasons.found) == bool(expected), (name, reasons.found)
             threads = [text for text in reasons.warnings if "a thread other than" in text]
             assert len(threads) == ((name, overlap) == ("snapshots", "forward")), threads
+            waits = [text for text in reasons.warnings if "backward() waits for all" in text]
+            assert waits == [], (name, overlap)
 
 
 def test_every_script_is_expected():

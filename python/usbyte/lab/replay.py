@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -210,7 +211,7 @@ class Replay(nn.Module):
         self._first_need_s = layers[0].need_s
         self._first_beat = layers[-1].beats[0]
         self._value = value
-        self._grads: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, numpy.ndarray] = {}
         self._rest_s = max(0.0, profile.iteration_s - profile.update_s - profile.backward_end_s)
         self.profile = _achieved(profile, layers, self._rest_s)
         self.clock = _Clock()
@@ -271,13 +272,16 @@ class Replay(nn.Module):
         for i, param in zip(beat.tensors, params, strict=True):
             # Each step uses the same memory: new pages from the system take many times as long as
             # filling them, and the caching allocator of an accelerator needs none. Autograd gets a
-            # new tensor on that memory, which nothing else refers to, so that it makes no copy. If
-            # the parameter still has a gradient, that memory is in use: autograd would add the new
+            # new tensor with a storage of its own on that memory, as a model gives it. If the
+            # parameter still has a gradient, that memory is in use: autograd would add the new
             # gradient to itself.
             accumulates = param.is_leaf and param.grad is not None
-            if accumulates or i not in self._grads:
-                self._grads[i] = torch.empty_like(param)
-            grads.append(self._grads[i].fill_(self._value * factor * _weight(i)).detach())
+            if accumulates or i not in self._memory:
+                size = param.numel() * param.element_size()
+                self._memory[i] = numpy.empty(size, dtype=numpy.uint8)
+            memory = self._memory[i]
+            torch.frombuffer(memory, dtype=param.dtype).fill_(self._value * factor * _weight(i))
+            grads.append(torch.frombuffer(memory, dtype=param.dtype))
         return grads
 
 

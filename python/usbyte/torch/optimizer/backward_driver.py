@@ -167,7 +167,10 @@ class BackwardDriver:
             self._warnings.no_step(self.passes)
         defers = decision.defers and not observer.in_step and not decision.against
         if self._sender.shows_parts and not has_shards:
-            self._stay_with_backward("gradients share memory with other tensors of the script")
+            reason = "gradients share memory with other tensors of the script"
+            self._stay_with_backward(reason)
+            if self._settings.overlap == "forward":
+                self._warnings.waits(reason)
             defers = False
         elif defers and not has_shards and observer.expects_another_pass():
             defers = False

@@ -84,6 +84,16 @@ class StepWarnings:
                 self._names[aliased[0]],
             )
 
+    def waits(self, reason: str) -> None:
+        """Warns that backward waits for all gradients although updates should be deferred."""
+        if self.is_new("waits"):
+            log.warning(
+                '%s: %s, so backward() waits for all gradients under overlap="forward": use '
+                'overlap="auto", which plans for that, or change the script',
+                self._label,
+                reason,
+            )
+
     def set_by_hand(self, i: int) -> None:
         """Warns that the gradient of parameter `i` came from no backward pass and is not sent."""
         if self.is_new("unsent"):
