@@ -156,6 +156,9 @@ docs: $(DOCS_STAMP) ## build the site in build/site, and check its links
 	$(BIN)/zensical build >build/site.log 2>&1 || { cat build/site.log; exit 1; }
 	$(BIN)/python tools/docs_site.py --check
 
+docs-check: $(PACKAGE_STAMP) ## check that the figures of the pages are those of docs/data, and not old
+	$(BIN)/python tools/docs_data.py check
+
 lint: $(LINT_STAMP) ## check style and types
 	@status=0; \
 	$(BIN)/ruff check || status=1; \
@@ -225,4 +228,4 @@ $(LINT_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) $$($(BIN)/python tools/requirements.py lint)
 	@touch $@
 
-.PHONY: help train test evidence soak reliability asan tsan sanitize coverage fuzz fuzz-python fuzz-programs ctest cpp bench wheels gpu-test docs lint thread-safety format clean
+.PHONY: help train test evidence soak reliability asan tsan sanitize coverage fuzz fuzz-python fuzz-programs ctest cpp bench wheels gpu-test docs docs-check lint thread-safety format clean

@@ -82,7 +82,8 @@ class Comparison:
         )
         if self.bytes_bound_s is not None and self.network is not None:
             line = self.network.all_reduce[0]
-            text += f"bound of bytes {self.bytes_bound_s:.3f} s (all_reduce "
+            bound_s = _core.bound_s(self.profile, self.network)
+            text += f"bound {bound_s:.3f} s, of bytes alone {self.bytes_bound_s:.3f} s (all_reduce "
             text += f"{format_cost(line.alpha_s, line.beta_s_per_byte, line.overlap_s)}), "
         text += f"energy by {self.energy}, " if self.energy else ""
         return f"{text}torch {torch.__version__}"

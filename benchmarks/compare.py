@@ -161,7 +161,11 @@ def _other(text: str) -> str:
     "some time of the steps.",
 )
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write JSON.")
-@click.option("--markdown", type=click.Path(path_type=Path), help="Also write a Markdown table.")
+@click.option(
+    "--markdown",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="Also write a Markdown table; with -, print it in place of the other one.",
+)
 def main(
     source: str, scale_time: float, scale_bytes: float, policies: list[str] | None,
     ddp_buckets: list[float], others: list[str], rounds: int, steps: int, warmup: int,
@@ -188,10 +192,14 @@ def main(
         folder.mkdir(parents=True, exist_ok=True)
     run(names, comparison, rounds, warmup, steps, folder)
     if ub.rank() == 0:
-        comparison.show()
+        printed = markdown == Path("-")
+        if printed:
+            click.echo(comparison.to_markdown())
+        else:
+            comparison.show()
         if json_path:
             write_text(json_path, comparison.to_json())
-        if markdown:
+        if markdown and not printed:
             write_text(markdown, comparison.to_markdown())
     ub.shutdown()
 

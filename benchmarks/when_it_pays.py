@@ -11,6 +11,7 @@ bert and gpt2, and those of benchmarks/published_inputs. Networks are rings. Not
 from __future__ import annotations
 
 import datetime
+import json
 import platform
 import shlex
 import sys
@@ -34,6 +35,16 @@ _LATENCIES_S = (5e-6, 25e-6)
 _COMMUNICATION = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0, float("inf"))
 _LONG_FORWARD = "zju_densenet201"  # Its forward takes longer than its backward.
 _STARTUPS = (0.0, 0.001, 0.01, float("inf"))
+#: What the README shows of the simulated cases: name, job, ranks, Gb/s; latency is the larger one.
+_README = (
+    ("ResNet-101", "espresso_resnet101", 8, 10),
+    ("ResNet-50", "resnet50", 8, 10),
+    ("BERT", "bert", 8, 25),
+    ("BERT", "bert", 8, 10),
+    ("GPT-2", "gpt2", 8, 25),
+    ("ResNet-50", "resnet50", 8, 25),
+)
+_README_BANDS = ((0.0, 0.5), (0.5, 1.0), (1.0, 4.0), (4.0, float("inf")))
 _GAIN = 1.05  # A gain above this counts as one that a user notices.
 
 _HEAD = """# When usbyte pays
@@ -235,6 +246,38 @@ def every_case(found: Sequence[Case]) -> Iterator[tuple[str, ...]]:
         )  # fmt: skip
 
 
+def readme_rows(found: Sequence[Case], measured: Path) -> Iterator[tuple[str, ...]]:
+    """Rows of the README's table of gains.
+
+    Args:
+        found: All cases.
+        measured: File of docs/data with the job that was measured, on four hosts.
+    """
+    table = json.loads(measured.read_text(encoding="utf-8"))["tables"][0]
+    seconds = {row[0]: float(row[table["columns"].index("median s")]) for row in table["rows"]}
+    ddp_s = next(s for name, s in seconds.items() if name.startswith("PyTorch DDP"))
+    auto_s = seconds["forward:auto"]
+    yield (
+        "VGG-16, half width", "4 hosts, 1 Gb/s", f"{ddp_s:.3f} s", f"{auto_s:.3f} s",
+        f"{ddp_s / auto_s:.2f}x",
+        "emulated hosts; layers sleep, gradients are real ([benchmarks](docs/benchmarks.md))",
+    )  # fmt: skip
+    for name, job, ranks, gbit in _README:
+        words = f"{ranks} x {gbit}G, {1e6 * max(_LATENCIES_S):g} us"
+        case = next(case for case in found if (case.job, case.network) == (job, words))
+        yield (
+            name, f"{ranks} ranks, {gbit} Gb/s", f"{case.ddp_s:.4f} s", f"{case.auto_s:.4f} s",
+            f"{case.gain:.2f}x", "simulated, from times on a V100",
+        )  # fmt: skip
+
+
+def readme_bands(found: Sequence[Case]) -> Iterator[tuple[str, ...]]:
+    """Rows of the README's table of gains over communication/compute."""
+    for low, high in _README_BANDS:
+        gains = [case.gain for case in found if low <= case.communication < high]
+        yield _range(low, high), str(len(gains)), f"{median(gains):.2f}x", f"{max(gains):.2f}x"
+
+
 def draw(found: Sequence[Case], path: Path) -> None:
     """Draws the gain of each case over its communication, coloured by its startup."""
     from usbyte.cli import _figures
@@ -332,10 +375,28 @@ def document(jobs: Mapping[str, _core.Profile], found: Sequence[Case], arguments
 @output_option
 @click.option("--figure", type=click.Path(path_type=Path), help="Also draw the gains (matplotlib).")
 @click.option("--step", type=click.Path(path_type=Path), help="Also draw the README's picture.")
-def main(folder: Path, output: Path | None, figure: Path | None, step: Path | None) -> None:
+@click.option(
+    "--readme",
+    type=click.Path(path_type=Path, exists=True),
+    metavar="FILE",
+    help="Print the README's tables instead; FILE is the measured job of docs/data.",
+)
+def main(
+    folder: Path,
+    output: Path | None,
+    figure: Path | None,
+    step: Path | None,
+    readme: Path | None,
+) -> None:
     """Simulate published jobs on many networks, with DDP and with policy auto."""
     jobs = jobs_of(folder)
     found = list(cases(jobs))
+    if readme:
+        gains = ("job", "network", "DDP", "usbyte", "gain", "how measured")
+        click.echo(in_markdown(gains, readme_rows(found, readme)))
+        bands = ("communication / compute", "cases", "median gain", "most")
+        click.echo(in_markdown(bands, readme_bands(found)))
+        return
     deliver(document(jobs, found, sys.argv[1:]), output)
     if figure:
         draw(found, figure)
