@@ -146,7 +146,9 @@ def test_serial_startups(profile):
     ("arguments", "words"),
     [
         (["plan", "none.json", *RING], "cannot read the profile 'none.json'"),
-        (["plan", "vgg16-half"], "--network NETWORK.json and --ring"),
+        (["plan", "vgg16-half"], "a network is missing: add --ring RANKS,LATENCY,BANDWIDTH, such"),
+        (["plan", "vgg16-half", *RING, "--network", "x.json"], "leave out one of them"),
+        (["simulate", "vgg16-half", "--bandwidth", ""], "as --workers 8 --bandwidth 10gbit"),
         (["plan", "vgg16-half", "--network", "none.json"], "cannot read the network 'none.json'"),
         (["plan", "vgg16-half", "--ring", "4,1ms"], "RANKS,LATENCY,BANDWIDTH"),
         (["plan", "vgg16-half", "--ring", "4,1ms,fast"], "'fast' is no rate"),

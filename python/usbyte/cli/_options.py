@@ -201,11 +201,16 @@ def network(path: Path | None, ring: _core.NetworkModel | None) -> _core.Network
     Raises:
         UsageError: Neither or both options are given.
     """
-    if path is not None and ring is None:
+    if path is not None and ring is not None:
+        raise click.UsageError("--network and --ring both give the network: leave out one of them")
+    if path is not None:
         return read_network(path)
-    if ring is not None and path is None:
+    if ring is not None:
         return ring
-    raise click.UsageError("give the network by one of --network NETWORK.json and --ring")
+    raise click.UsageError(
+        "a network is missing: add --ring RANKS,LATENCY,BANDWIDTH, such as --ring 8,25us,10gbit, "
+        "or --network NETWORK.json, a file that usbyte probe --json writes"
+    )
 
 
 def scale_options(command: _F) -> _F:

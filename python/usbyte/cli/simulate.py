@@ -105,7 +105,10 @@ def simulate(
     schemes = _all_sharded(policies) if sharded else policies or all_schemes()
     console = Console(highlight=False)
     if not workers or not bandwidth:
-        raise click.BadParameter("give at least one", param_hint="--workers and --bandwidth")
+        raise click.UsageError(
+            "a network is missing: give at least one value to --workers and to --bandwidth, such "
+            "as --workers 8 --bandwidth 10gbit"
+        )
     costs = read_costs(costs_path)
     cases: list[Case] = []
     for job, source in jobs:
