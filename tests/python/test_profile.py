@@ -20,8 +20,10 @@ import usbyte.torch as ub
 from _models import Awkward
 from _ranks import run_ranks
 from usbyte import _core
+from usbyte.cli.profile import _unsteady
 from usbyte.errors import UsageError
 from usbyte.planning import profiles
+from usbyte.planning.layout import tensor_specs
 
 FORWARD, BACKWARD, UPDATE = 0.02, 0.03, 0.01  # s, of a `Slow` layer or of the optimizer
 
@@ -338,6 +340,52 @@ def test_a_script(script, tmp_path, way):
     assert f"{job.bytes / 1e6:.1f} MB of gradients in 4 tensors" in done.stdout
     assert ("the end of plain" in done.stdout) == (way == "continue")
     assert ("stopped" in done.stdout) == (way != "continue")
+
+
+UNSTEADY = """
+import sys, time
+import torch
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if sys.argv[1] == "learned":
+    import usbyte.torch as ub
+    ub.init()
+    optimizer = ub.DistributedOptimizer(optimizer, model.named_parameters())
+for step in range(15):
+    loss = model(torch.ones(2, 4)).sum()
+    time.sleep(0.1 * (step % 2))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "remedy"),
+    [("plain", 0, "--steps 50 --skip 10"), ("learned", 2, "USBYTE_LEARNING_STEPS=50")],
+)
+def test_unsteady_times_are_told_with_a_remedy(tmp_path, kind, ranks, remedy):
+    (tmp_path / "train.py").write_text(UNSTEADY)
+    steps = ["--steps", "4", "--skip", "1"]
+    done = usbyte_profile(tmp_path, *steps, "train.py", kind, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warning: ready times vary by") == 1
+    assert "plans for this profile would follow noise" in done.stderr
+    assert done.stderr.rstrip().endswith(f"over more steps: {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("spread_s", "is_told"),
+    [([], False), ([0.01, 0.02, 0.9], False), ([0.0, 0.25, 0.3], False), ([0.0, 0.26, 0.3], True)],
+)
+def test_only_large_spreads_are_told(spread_s, is_told):
+    specs = tensor_specs((name, 4, "float32") for name in "abc")
+    needs, readies = [0.0, 0.1, 0.2], [0.9, 0.8, 0.7]
+    job = _core.Profile(specs, needs, readies, 1.0, 0.1, "job", [0.0] * len(spread_s), spread_s)
+    assert bool(_unsteady(job, False)) == is_told
+    for name in profiles.RECORDED:
+        assert _unsteady(profiles.load(name), False) == ""
 
 
 @pytest.mark.parametrize("kind", ["init", "forward", "sharded"])

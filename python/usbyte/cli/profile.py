@@ -18,6 +18,10 @@ from usbyte.cluster_env import detect
 if TYPE_CHECKING:
     from usbyte import _core
 
+# Above this share of a step, even the median of ten ready times errs by about a tenth of the step,
+# which is as much as a good plan gains. On an idle machine, spreads stay far below it.
+_MOST_SPREAD = 0.25
+
 _EXAMPLES = """\b
 Example:
   usbyte profile -o job.json train.py --epochs 1
@@ -69,6 +73,9 @@ def profile(
     script records the profile itself, in its first steps and without the waits for the network;
     --steps and --skip then have no effect. DDP and FSDP raise an error. Any other communication
     counts as compute.
+
+    The spread of a ready time is half the distance between its 10th and 90th percentiles over the
+    steps. A warning says if it is too large for plans.
     """
     if not module and not Path(script).is_file():
         raise click.ClickException(
@@ -86,6 +93,8 @@ def profile(
             return
         write_text(output, to_json(result))
         click.echo(_summary(result))
+        if warning := _unsteady(result, recorder.is_learned):
+            click.echo(f"warning: {warning}", err=True)
         if cluster.size > 1 and not is_initialized():
             click.echo("times are those of rank 0: the script has not called ub.init()")
         click.echo(f"wrote {output}" + ("" if go_on else f" and stopped {script}"))
@@ -121,15 +130,37 @@ def _arguments(script: str, arguments: tuple[str, ...], module: bool) -> Iterato
 def _summary(job: _core.Profile) -> str:
     """Returns a short text about a profile."""
     first, last = min(job.ready_s), max(job.ready_s)
-    spread = sorted(job.ready_spread_s)
-    middle = spread[len(spread) // 2] if spread else 0.0
     return (
         f"{job.model}: {job.bytes / 1e6:.1f} MB of gradients in {len(job.tensors)} tensors\n"
         f"step {_ms(job.step_s)}: forward {_ms(first)} until the first gradient is ready, "
         f"backward {_ms(last - first)} until the last, update {_ms(job.update_s)}\n"
-        f"spread of ready times: {_ms(middle)} in the middle, {_ms(max(spread, default=0.0))} "
-        "at most"
+        f"spread of ready times: {_ms(_middle_spread_s(job))} in the middle, "
+        f"{_ms(max(job.ready_spread_s, default=0.0))} at most"
     )
+
+
+def _unsteady(job: _core.Profile, is_learned: bool) -> str:
+    """Returns what is wrong with a profile of unsteady times and the remedy, or "".
+
+    Args:
+        job: The profile.
+        is_learned: Whether a DistributedOptimizer has measured it, in its learning steps.
+    """
+    middle_s = _middle_spread_s(job)
+    if middle_s <= _MOST_SPREAD * job.step_s:
+        return ""
+    longer = "USBYTE_LEARNING_STEPS=50" if is_learned else "--steps 50 --skip 10"
+    return (
+        f"ready times vary by {_ms(middle_s)} from step to step, and a step takes "
+        f"{_ms(job.step_s)}: plans for this profile would follow noise. End other work on this "
+        "machine, let its processes have no more threads than cores (OMP_NUM_THREADS), and record "
+        f"again, over more steps: {longer}"
+    )
+
+
+def _middle_spread_s(job: _core.Profile) -> float:
+    spread_s = sorted(job.ready_spread_s)
+    return spread_s[len(spread_s) // 2] if spread_s else 0.0
 
 
 def _ms(seconds: float) -> str:

@@ -70,6 +70,11 @@ class ScriptRecorder:
         if kind is None and not self.finished:  # the last step may have made the plan
             self._take_decision("job")
 
+    @property
+    def is_learned(self) -> bool:
+        """Whether a DistributedOptimizer measures the profile, in its learning steps."""
+        return self._distributed is not None
+
     def missing(self) -> str:
         """Returns the reason why there is no profile."""
         if self._problem:
