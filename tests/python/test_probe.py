@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.cli import main
 from usbyte.cli._codec_options import parse_codecs
+from usbyte.cli._probe_text import in_words
 from usbyte.errors import UsageError
 from usbyte.planning.cost_fit import (
     BUSY,
@@ -92,6 +94,9 @@ def test_on_two_ranks(tmp_path):
     ):
         assert done.stdout.count(f"│ {kind} ") == 2 * len(lines), done.stdout
     assert f"{network.all_reduce[0].beta_s_per_byte * 1e9:.4f}" in done.stdout
+    # The last line says in words the same as the file.
+    told = done.stdout.splitlines()[-1].removeprefix("[0] ")
+    assert told == in_words(network, Path("network.json"))
 
 
 def probes(rank, _size, folder, *arguments):
@@ -247,6 +252,27 @@ def test_small_operations_behind_large_ones(seconds, concurrent, busy):
     network = fit(4, behind(*seconds))
     assert network.concurrent == concurrent
     assert network.busy_alpha_s == busy
+
+
+def test_a_network_in_words():
+    # 2 * 3 / 4 of the bytes pass each link, at 9.4 Gb/s with two operations in flight.
+    lines = [_core.AlphaBeta(1.13e-4, 2e-9, 1e-5), _core.AlphaBeta(3e-4, 1.5 * 8 / 9.4e9)]
+    network = _core.NetworkModel(4, lines)
+    assert in_words(network, Path("my network.json")) == (
+        "The network carries 9.4 Gb/s from each rank; one all_reduce of 4 ranks takes 113 us to "
+        "start. Gradients of 100 MB take 128 ms: compare that with your step, or run "
+        "`usbyte whatif PROFILE --network 'my network.json'`."
+    )
+    told = in_words(network, None)
+    assert "write the network with --json NETWORK.json and run `usbyte whatif" in told
+
+
+def test_a_network_whose_bandwidth_was_not_seen():
+    told = in_words(_core.NetworkModel(2, [_core.AlphaBeta(2.5e-3, 0.0)]), None)
+    assert told == (
+        "The bandwidth could not be measured, as large operations took no longer than small ones; "
+        "one all_reduce of 2 ranks takes 2.5 ms to start. Measure again with a larger --largest."
+    )
 
 
 def test_what_packing_takes():

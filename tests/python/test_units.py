@@ -82,6 +82,14 @@ def test_costs():
     assert units.format_cost(25e-6, 1e-9, 0) == "25us + 1 ns/byte"
 
 
+def test_rates_and_times_in_sentences():
+    rates = {1.175e9: "9.4 Gb/s", 1.2496e8: "1 Gb/s", 2e6: "16 Mb/s", 0.5: "4 b/s", 1e12: "8 Tb/s"}
+    assert [units.spoken_rate(rate) for rate in rates] == list(rates.values())
+    times = {1.2345: "1.23 s", 0.9996: "1 s", 6e-3: "6 ms", 113.4e-6: "113 us", 0: "0 ns"}
+    times |= {123.4: "123 s", 5e-9: "5 ns"}
+    assert [units.spoken_seconds(seconds) for seconds in times] == list(times.values())
+
+
 @given(st.floats(1e-3, 1e13))
 def test_a_rate_survives_being_written(rate):
     assert units.parse_rate(units.format_rate(rate)) == pytest.approx(rate, rel=1e-5)

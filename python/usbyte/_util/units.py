@@ -92,6 +92,25 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{bits:.6g}bit"
 
 
+def spoken_rate(bytes_per_s: float) -> str:
+    """Formats bytes per second for a sentence, with three digits: 1.175e9 as "9.4 Gb/s"."""
+    bits = float(f"{bytes_per_s * 8:.3g}")
+    for power, prefix in ((4, "T"), (3, "G"), (2, "M"), (1, "k")):
+        if bits >= 1000**power:
+            return f"{bits / 1000**power:g} {prefix}b/s"
+    return f"{bits:g} b/s"
+
+
+def spoken_seconds(seconds: float) -> str:
+    """Formats seconds for a sentence, with three digits: 0.00011347 as "113 us"."""
+    rounded = float(f"{seconds:.3g}")
+    for unit in ("s", "ms", "us"):
+        scaled = rounded * 10 ** -_SECONDS[unit]
+        if scaled >= 1:
+            return f"{scaled:.4g} {unit}"
+    return f"{rounded * 1e9:.4g} ns"
+
+
 def format_seconds(seconds: float) -> str:
     """Formats seconds: 25e-6 as "25us"."""
     for unit in ("s", "ms", "us"):

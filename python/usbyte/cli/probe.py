@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte._util import units
 from usbyte.cli import _codec_options as coding
+from usbyte.cli import _probe_text as text
 from usbyte.cli._options import BYTES, SECONDS, Parsed, check_writable, write_text
 from usbyte.cluster_env import detect
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from usbyte import _core
     from usbyte.planning.cost_fit import Line, Measured
 
 _EXAMPLES = """\b
@@ -82,7 +79,8 @@ def probe(
     the fitted cost lines: k operations in flight with b bytes together take max(alpha, alpha -
     overlap + beta * b), as bytes already travel at the end of a startup. The bus bandwidth is that
     of a ring's links at that beta. The residual is the difference between the line and the median
-    time of a size; the first table has its median over the sizes, the second table all of them.
+    time of a size; the first table has its median over the sizes, the second table all of them. The
+    last lines say in words what the network carries.
 
     With --codecs, one process is enough. Encoding and decoding take the least time shown, or the
     bytes of the gradients over the rate shown, if that is longer. Encoding includes error feedback.
@@ -127,15 +125,18 @@ def probe(
 
         lines = fit_lines(rows)
         console = Console(highlight=False)
-        console.print(_table(lines, ub.size()), _residuals(lines))
+        console.print(text.costs_table(lines, ub.size()), text.residuals_table(lines))
         network = fit(ub.size(), rows).with_topology(topology)
         console.print(
-            _together(concurrent(rows), network.busy_alpha_s), _packing(network.pack_s_per_byte)
+            text.together(concurrent(rows), network.busy_alpha_s),
+            text.packing(network.pack_s_per_byte),
         )
         if network.one_shot.most_bytes > 0:
-            console.print(_shots(network.one_shot))
+            console.print(text.shots(network.one_shot))
         if dimensions is not None:
-            console.print(_lines(topology) if topology else "The network has one dimension only.")
+            table = text.dimensions_table(topology) if topology else None
+            console.print(table or "The network has one dimension only.")
+        console.print(text.in_words(network, json_path), markup=False, soft_wrap=True)
         if json_path is not None:
             write_text(json_path, network.to_json() + "\n")
         if csv_path is not None:
@@ -165,102 +166,13 @@ def _probe_codecs(
         write_text(json_path, coding.costs_of(measured).to_json() + "\n")
 
 
-def _together(concurrent: int | None, busy_alpha_s: float) -> str:
-    if concurrent is None:
-        return "How many operations run at once could not be measured; use a larger --largest."
-    most = {0: "Any number of operations run", 1: "One operation runs"}
-    text = most.get(concurrent, f"{concurrent} operations run") + " at once."
-    if busy_alpha_s > 0:
-        busy = units.format_seconds(busy_alpha_s)
-        text += f" A small all_reduce beside a large one takes {busy}."
-    return text
-
-
-def _packing(s_per_byte: float) -> str:
-    return f"Packing an all_reduce of several blocks takes {s_per_byte * 1e9:.2f} ns/B."
-
-
-def _shots(one: _core.OneShot) -> str:
-    return (
-        f"A direct all_reduce, of up to {one.most_bytes} bytes, takes "
-        f"{units.format_seconds(one.latency_s)}, beside a large one "
-        f"{units.format_seconds(one.busy_latency_s)}; of several, one ends every "
-        f"{units.format_seconds(one.gap_s)}."
-    )
-
-
-def _table(lines: Sequence[Line], ranks: int) -> Table:
-    """Makes a table with one row for each cost line."""
-    from rich.table import Table
-
-    table = Table(title=f"{ranks} ranks")
-    table.add_column("collective", no_wrap=True)
-    for column in ("ops", "alpha", "overlap", "beta ns/B", "bus bandwidth", "residual"):
-        table.add_column(column, justify="right")
-    for line in lines:
-        beta = line.cost.beta_s_per_byte
-        # The share of the payload that each link of a ring carries.
-        share = (2 if line.kind == "all_reduce" else 1) * (ranks - 1) / ranks
-        table.add_row(
-            line.kind,
-            str(line.window),
-            units.format_seconds(line.cost.alpha_s),
-            units.format_seconds(line.cost.overlap_s),
-            f"{beta * 1e9:.4f}",
-            units.format_rate(float(f"{8 * share / beta:.3g}") / 8) if beta else "-",
-            f"{line.residual:.1%}",
-        )
-    return table
-
-
-def _lines(topology: _core.Topology) -> Table:
-    """Makes a table with one row for each dimension."""
-    from rich.table import Table
-
-    table = Table(title="dimensions of the network: reduce_scatters and all_gathers")
-    table.add_column("dimension")
-    for column in ("ranks", "startup", "a rank sends"):
-        table.add_column(column, justify="right")
-    for dimension in topology.dimensions:
-        table.add_row(
-            dimension.name,
-            str(dimension.size),
-            units.format_seconds(dimension.startup_s),
-            units.format_rate(float(f"{8 * dimension.bytes_per_s:.3g}") / 8),
-        )
-    return table
-
-
-def _residuals(lines: Sequence[Line]) -> Table:
-    """Makes a table of the residuals of each cost line, by size."""
-    from rich.table import Table
-
-    table = Table(title="residual by bytes of an operation: fit above measurement, in percent")
-    table.add_column("collective")
-    table.add_column("ops", justify="right")
-    sizes = sorted({point.bytes // line.window for line in lines for point in line.points})
-    for size in sizes:
-        table.add_column(_size(size), justify="right")
-    for line in lines:
-        residuals = {p.bytes // line.window: f"{100 * p.residual:+.0f}" for p in line.points}
-        table.add_row(line.kind, str(line.window), *(residuals.get(size, "") for size in sizes))
-    return table
-
-
-def _size(size: int) -> str:
-    for power, prefix in ((2, "M"), (1, "k")):
-        if size >= 1 << (10 * power):
-            return f"{size / (1 << (10 * power)):.3g}{prefix}"
-    return str(size)
-
-
 def _csv(rows: Sequence[Measured], lines: Sequence[Line]) -> str:
     costs = {(line.kind, line.window): line.cost for line in lines}
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["collective", "in_flight", "bytes", "seconds", "fitted_s"])
     for row in rows:
         cost = costs.get((row.kind, row.window))
         fitted = f"{cost.time_s(row.bytes):.9f}" if cost else ""
         writer.writerow([row.kind, row.window, row.bytes, f"{row.seconds:.9f}", fitted])
-    return text.getvalue()
+    return out.getvalue()
