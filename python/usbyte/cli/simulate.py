@@ -88,8 +88,8 @@ def simulate(
     PROFILES are usbyte profiles, published traces, or names: vgg16, resnet50, bert-base and gpt2
     were recorded on a CPU, vgg16-half and vgg16-even are made up. Published traces have no forward
     times, so forward is set to half of backward. Times are milliseconds. The bound is the step time
-    that no plan without codecs can beat; the bound of bytes leaves startups out. The best policy
-    has a star.
+    that no plan without codecs can beat; the bound of bytes leaves startups out. A star (*) marks
+    the shortest step of each column.
     """
     from rich.console import Console
     from rich.text import Text
@@ -180,7 +180,7 @@ def _table(cases: Sequence[Case]) -> RenderableType:
     title = (
         f"{first.model}{by}, {units.format_rate(first.bandwidth_bytes_per_s)}, latency "
         f"{units.format_seconds(first.latency_s)}: ms of a step by workers, "
-        f"{first.compute_s * 1e3:.1f} without communication"
+        f"{first.compute_s * 1e3:.1f} without communication; * marks the best"
     )
     counts = list(dict.fromkeys(case.workers for case in cases))
     best = {n: min(case.step_s for case in cases if case.workers == n) for n in counts}
@@ -204,9 +204,9 @@ def _table(cases: Sequence[Case]) -> RenderableType:
 def _cell(step_s: float, best_s: float) -> Text:
     from rich.text import Text
 
-    if step_s == best_s:
-        return Text(f"* {step_s * 1e3:.1f}", "bold green")
-    return Text(f"{step_s * 1e3:.1f}")
+    shown, best = f"{step_s * 1e3:.1f}", f"{best_s * 1e3:.1f}"
+    # Of two values that read the same, none may look better.
+    return Text(f"* {shown}", "bold green") if shown == best else Text(shown)
 
 
 def _csv(cases: Sequence[Case]) -> str:
