@@ -82,7 +82,9 @@ def test_costs():
     assert units.format_cost(25e-6, 1e-9, 0) == "25us + 1 ns/byte"
 
 
-def test_rates_and_times_in_sentences():
+def test_sizes_rates_and_times_in_sentences():
+    sizes = {1: "1 B", 1 << 16: "64 KiB", 3 << 19: "1.5 MiB", 1 << 30: "1 GiB", 1 << 41: "2048 GiB"}
+    assert [units.format_bytes(size) for size in sizes] == list(sizes.values())
     rates = {1.175e9: "9.4 Gb/s", 1.2496e8: "1 Gb/s", 2e6: "16 Mb/s", 0.5: "4 b/s", 1e12: "8 Tb/s"}
     assert [units.spoken_rate(rate) for rate in rates] == list(rates.values())
     times = {1.2345: "1.23 s", 0.9996: "1 s", 6e-3: "6 ms", 113.4e-6: "113 us", 0: "0 ns"}

@@ -83,6 +83,14 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
+def format_bytes(size: float) -> str:
+    """Formats bytes: 65536 as "64 KiB"."""
+    for power, prefix in ((3, "G"), (2, "M"), (1, "K")):
+        if size >= 1024**power:
+            return f"{size / 1024**power:.4g} {prefix}iB"
+    return f"{size:.4g} B"
+
+
 def format_rate(bytes_per_s: float) -> str:
     """Formats bytes per second: 1.25e9 as "10gbit"."""
     bits = bytes_per_s * 8

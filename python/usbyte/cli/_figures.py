@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -15,6 +16,7 @@ from usbyte._util import files, units
 
 try:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 except ImportError as missing:
     raise click.ClickException(
         f"pictures need matplotlib ({missing}); install it with: pip install 'usbyte[plot]'"
@@ -94,9 +96,9 @@ def steps_by_workers(cases: Sequence[Case]) -> Figure:
 
 
 def scaling_by_bandwidth(found: Sequence[tuple[str, Sequence[Point]]]) -> Figure:
-    """Draws scaling factors, and below them the ratios needed, with a column for each model.
+    """Draws scaling factors, and below them the ratios that the target needs.
 
-    An infinite ratio has no point.
+    There is a column for each model. An infinite ratio has no point.
     """
     figure = Figure(figsize=(4.6 * len(found) + 1.8, 6.4), layout="constrained")
     panels = figure.subplots(2, len(found), squeeze=False, sharex="col", sharey="row")
@@ -113,19 +115,27 @@ def scaling_by_bandwidth(found: Sequence[tuple[str, Sequence[Point]]]) -> Figure
                 look = {"marker": "o", "ms": 3, "color": f"C{k}", "label": f"{name}, {ranks} ranks"}
                 upper.plot(rates, [outcome.scaling for outcome in outcomes], style, **look)
                 lower.plot(rates, [outcome.ratio for outcome in outcomes], style, **look)
+        goal = f"{points[0].target:g} of linear"
         upper.axhline(points[0].target, color="grey", lw=0.8)
         upper.set_ylim(0, 1.03)
-        upper.set_title(f"{model}, target {points[0].target:g}", parse_math=False)
+        title = f"{model}\nscaling; grey: the target, {goal}"
+        upper.set_title(title, parse_math=False, fontsize=10)
+        lower.set_title(f"needed: how many times fewer bytes reach {goal}", fontsize=10)
         lower.set_xscale("log")
         lower.set_yscale("log", base=2)
         lower.yaxis.set_major_formatter("{x:g}")
-        ticks = {point.bandwidth_bytes_per_s: point.rate for point in points}
-        lower.set_xticks(list(ticks), list(ticks.values()), rotation=30)
+        # By name, as the same rate on other numbers of ranks may differ by a rounding error.
+        ticks = {point.rate: point.bandwidth_bytes_per_s for point in points}
+        lower.set_xticks(list(ticks.values()), list(ticks), rotation=30)
         lower.set_xticks([], minor=True)
         upper.grid(alpha=0.3)
         lower.grid(alpha=0.3)
     panels[0][0].set_ylabel("step without communication / step")
     panels[1][0].set_ylabel("times fewer bytes needed, at least")
+    outcomes = [o for _, points in found for p in points for o in (p.ddp, p.plan, p.bound)]
+    if any(outcome.ratio == math.inf for outcome in outcomes):
+        caption = "no point: no compression is enough, as the startups alone take too long"
+        figure.supxlabel(caption, fontsize=8, color="#707070")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False)
     return figure
@@ -150,11 +160,17 @@ def costs(lines: Sequence[Line]) -> Figure:
             panel.plot(*zip(*fitted, strict=True), color=f"C{k}", lw=1)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.xaxis.set_major_locator(LogLocator(4))
+        panel.xaxis.set_major_formatter(lambda size, _: units.format_bytes(size))
+        panel.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+        panel.yaxis.set_major_formatter("{x:g} ms")
+        panel.yaxis.set_minor_formatter(NullFormatter())
+        panel.tick_params(labelsize=8)
         panel.set_title(kind)
-        panel.set_xlabel("bytes of all operations in flight")
+        panel.set_xlabel("size of all operations in flight")
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8)
-    panels[0].set_ylabel("ms: median, 10th to 90th percentile, fit")
+    panels[0].set_ylabel("time: median, 10th to 90th percentile, fit")
     return figure
 
 
