@@ -23,7 +23,6 @@ except ImportError as missing:
     ) from missing
 
 if TYPE_CHECKING:
-    from usbyte.cli._case import Case
     from usbyte.planning.cost_fit import Line
     from usbyte.planning.whatif import Outcome, Point
 
@@ -59,40 +58,6 @@ def save(figure: Figure, path: Path) -> None:
             f"cannot write '{path}': {error}; name a file such as picture.png in a folder that is "
             "writable"
         ) from error
-
-
-def steps_by_workers(cases: Sequence[Case]) -> Figure:
-    """Draws bound / step over workers, with a row for each model and a column per bandwidth.
-
-    The value is in percent of the bound, since the steps of poor policies are longer by orders of
-    magnitude.
-    """
-    models = list(dict.fromkeys(case.model for case in cases))
-    rates = list(dict.fromkeys(case.bandwidth_bytes_per_s for case in cases))
-    schemes = list(dict.fromkeys(case.scheme for case in cases))
-    figure = Figure(figsize=(4.5 * len(rates) + 1.8, 3.4 * len(models)), layout="constrained")
-    panels = figure.subplots(len(models), len(rates), squeeze=False)
-    for i, model in enumerate(models):
-        for j, rate in enumerate(rates):
-            panel = panels[i][j]
-            here = [c for c in cases if c.model == model and c.bandwidth_bytes_per_s == rate]
-            workers = sorted({c.workers for c in here})
-            bounds = {n: min(c.bound_s for c in here if c.workers == n) for n in workers}
-            for scheme in schemes:
-                line = [(c.workers, c) for c in here if c.scheme == scheme]
-                near = [100 * bounds[n] / c.step_s for n, c in line]
-                style = "--" if ":" in scheme else "-"  # It may cover the forward curve.
-                panel.plot([n for n, _ in line], near, style, marker="o", ms=3, label=scheme)
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(workers, [str(n) for n in workers])
-            panel.set_ylim(0, 103)
-            panel.set_title(f"{model}, {units.format_rate(rate)}", parse_math=False)
-            panel.set_xlabel("workers")
-            panel.set_ylabel("bound / step, %")
-            panel.grid(alpha=0.3)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False)
-    return figure
 
 
 def scaling_by_bandwidth(found: Sequence[tuple[str, Sequence[Point]]]) -> Figure:

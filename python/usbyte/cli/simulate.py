@@ -124,7 +124,9 @@ def simulate(
     if csv_path:
         write_text(csv_path, _csv(cases))
     if plot is not None:
-        _figures.save(_figures.steps_by_workers(cases), plot)
+        from usbyte.cli._step_figure import steps_by_workers
+
+        _figures.save(steps_by_workers(cases), plot)
 
 
 def _all_sharded(policies: Sequence[Scheme] | None) -> list[Scheme]:
