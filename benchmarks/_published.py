@@ -94,19 +94,19 @@ class Claim:
     Attributes:
         system: Whose.
         text: In short.
-        scheme: What is praised; see `_schemes.SCHEMES`.
+        variant: What is praised; see `_published_policies.VARIANTS`.
         baselines: What it is compared with; of several the best counts.
         models: Traces that it may be tried on.
         clusters: Networks likewise; the case that gains most counts.
         differs: What is other here than there, and why.
-        factor: Published step time of the baseline over that of the scheme; None: no figure.
+        factor: Published step time of the baseline over that of the variant; None: no figure.
         authors_models: Traces that the authors have published; empty if there are none.
         authors_clusters: Networks with the constants that the authors have measured; may be empty.
     """
 
     system: str
     text: str
-    scheme: str
+    variant: str
     baselines: tuple[str, ...]
     models: tuple[str, ...]
     clusters: tuple[Cluster, ...]
@@ -262,13 +262,13 @@ class EnergyClaim:
     """A published saving of energy.
 
     Attributes:
-        scheme: What is praised; see `_schemes.SCHEMES`.
+        variant: What is praised; see `_published_policies.VARIANTS`.
         baseline: What it is compared with.
         saving: Published share of the baseline's energy that is saved.
         factor: Published speed over the baseline.
     """
 
-    scheme: str
+    variant: str
     baseline: str
     saving: float
     factor: float

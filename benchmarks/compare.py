@@ -29,10 +29,10 @@ from _energy import Meter
 from usbyte import _core
 from usbyte.cli._options import (
     Parsed,
-    all_schemes,
+    all_policy_specs,
     listed,
     network_options,
-    parse_scheme,
+    parse_policy_spec,
     read_network,
     scale_options,
     write_text,
@@ -106,8 +106,8 @@ def _record(stem: Path, decision: Any) -> None:
 def _scheme(text: str) -> str:
     mode, _, policy = text.strip().partition(":")
     if mode == "auto" and policy:  # what the simulator cannot know: the job chooses its overlap
-        return f"auto:{parse_scheme(policy).policy}"
-    return str(parse_scheme(text))
+        return f"auto:{parse_policy_spec(policy).policy}"
+    return str(parse_policy_spec(text))
 
 
 def _other(text: str) -> str:
@@ -183,7 +183,7 @@ def main(
             skipped[name] = reason or "cannot run on all hosts"
     names = [name for name in others if name not in skipped]
     names += [f"ddp:{bucket:g}" for bucket in ddp_buckets]
-    names += policies or [str(scheme) for scheme in all_schemes()]
+    names += policies or [str(spec) for spec in all_policy_specs()]
     # Where the profile contradicts itself this is what is really replayed.
     replayed = Replay(profile).profile
     comparison = Comparison(replayed, {name: Result() for name in names}, skipped, network)

@@ -23,7 +23,7 @@ import usbyte.torch as ub
 from _contenders import training
 from usbyte._core import Profile
 from usbyte._util import units
-from usbyte.cli._options import Parsed, Scheme, parse_scheme, scale_options
+from usbyte.cli._options import Parsed, PolicySpec, parse_policy_spec, scale_options
 from usbyte.lab import shaping
 from usbyte.planning import profiles
 
@@ -38,12 +38,12 @@ class Phase:
 
 
 def run(
-    scheme: str, job: Profile, rates: tuple[float, float], before: int, after: int
+    spec: str, job: Profile, rates: tuple[float, float], before: int, after: int
 ) -> list[Phase]:
     """Trains, and changes the network once `before` steps were made by the first plan that stayed.
 
     Args:
-        scheme: As in `compare.py`, for example "forward:auto".
+        spec: As in `compare.py`, for example "forward:auto".
         job: What is replayed.
         rates: Of the links before and after the change, bytes/s.
         before: Steps under that plan.
@@ -52,7 +52,7 @@ def run(
     phases: list[Phase] = []
     shaping.shape_own_link(rates[0])
     ub.barrier()
-    with training(scheme, job) as (step, optimizer):
+    with training(spec, job) as (step, optimizer):
 
         def go_on(network: str) -> None:
             plan = optimizer.plan.policy
@@ -87,7 +87,7 @@ def run(
     "--rate", type=Parsed("rate", units.parse_rate), default="200mbit",
     help="Of each link after the change.",
 )  # fmt: skip
-@click.option("--scheme", type=Parsed("scheme", parse_scheme), default="forward:auto",
+@click.option("--spec", type=Parsed("spec", parse_policy_spec), default="forward:auto",
     help="POLICY, OVERLAP:POLICY, or sharded:POLICY.",
 )  # fmt: skip
 @click.option(
@@ -96,7 +96,7 @@ def run(
 @click.option("--after", type=click.IntRange(1), default=150, help="Steps after the change.")
 def main(
     profile: str, scale_time: float, scale_bytes: float, from_rate: float, rate: float,
-    scheme: Scheme, before: int, after: int,
+    spec: PolicySpec, before: int, after: int,
 ) -> None:  # fmt: skip
     """Change the network under a replayed job; to be started on every rank of a lab."""
     job = profiles.scaled(profiles.load(profile), scale_time, scale_bytes)
@@ -104,7 +104,7 @@ def main(
     if ub.size() == 1:
         raise click.ClickException("a single rank needs no network; start it by `usbyte lab run`")
     try:
-        phases = run(str(scheme), job, (from_rate, rate), before, after)
+        phases = run(str(spec), job, (from_rate, rate), before, after)
     finally:
         shaping.shape_own_link(from_rate)
     if ub.rank() == 0:

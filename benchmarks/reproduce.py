@@ -34,7 +34,7 @@ from _published import (
     Claim,
     Cluster,
 )
-from _schemes import READINGS, SCHEMES
+from _published_policies import READINGS, VARIANTS
 from usbyte import __version__, _core
 from usbyte.cli._tables import in_markdown
 
@@ -94,13 +94,13 @@ does not prove it.
 
 @dataclass(frozen=True)
 class Gain:
-    """The case in which a scheme gains most.
+    """The case in which a variant gains most.
 
     Attributes:
-        factor: The baseline's step over the scheme's.
+        factor: The baseline's step over the variant's.
         model: Name of the trace.
         cluster: The network.
-        baseline: The scheme's best competitor there.
+        baseline: The variant's best competitor there.
     """
 
     factor: float
@@ -114,9 +114,9 @@ class Gain:
     def beside(self, jobs: Jobs) -> str:
         """Returns the factors of `auto` and of DDP over the same baseline."""
         job = jobs[self.model]
-        base_s = SCHEMES[self.baseline].step_s(job, self.cluster)
+        base_s = VARIANTS[self.baseline].step_s(job, self.cluster)
         factors = (
-            f"{name} {base_s / SCHEMES[name].step_s(job, self.cluster):.2f}x"
+            f"{name} {base_s / VARIANTS[name].step_s(job, self.cluster):.2f}x"
             for name in ("auto", "ddp")
         )
         return ", ".join(factors)
@@ -129,11 +129,11 @@ def best_gain(claim: Claim, jobs: Jobs, overlapping: bool, authors: bool = False
     for model in filter(jobs.__contains__, models):
         for cluster in claim.authors_clusters if authors else claim.clusters:
             steps = {
-                name: SCHEMES[name].step_s(jobs[model], cluster, overlapping)
-                for name in (claim.scheme, *claim.baselines)
+                name: VARIANTS[name].step_s(jobs[model], cluster, overlapping)
+                for name in (claim.variant, *claim.baselines)
             }
             baseline = min(claim.baselines, key=steps.__getitem__)
-            gains.append(Gain(steps[baseline] / steps[claim.scheme], model, cluster, baseline))
+            gains.append(Gain(steps[baseline] / steps[claim.variant], model, cluster, baseline))
     return max(gains, key=lambda gain: gain.factor, default=None)
 
 
@@ -173,7 +173,7 @@ def energy(jobs: Jobs) -> Iterator[tuple[str, ...]]:
             for cluster in ENERGY_CLUSTERS:
                 job = jobs[model]
                 steps = [
-                    SCHEMES[name].step_s(job, cluster) for name in (claim.scheme, claim.baseline)
+                    VARIANTS[name].step_s(job, cluster) for name in (claim.variant, claim.baseline)
                 ]
                 saved = tuple(1 - _energy(job, steps[0], w) / _energy(job, steps[1], w)
                               for w in WAITING_POWER)  # fmt: skip

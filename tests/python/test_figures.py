@@ -22,8 +22,8 @@ from usbyte.planning.layout import tensor_specs
 from usbyte.planning.whatif import examine
 
 
-def case(scheme, workers, step_s, bound_s, rate=1.25e9):
-    overlap, _, policy = scheme.rpartition(":")
+def case(spec, workers, step_s, bound_s, rate=1.25e9):
+    overlap, _, policy = spec.rpartition(":")
     return Case(
         "job", workers, rate, 25e-6, False, overlap or "forward", False, policy, 1, step_s, bound_s,
         0.1, 0.1,
@@ -39,8 +39,8 @@ STEPS = {
 
 def cases():
     return [
-        case(scheme, workers, ms * 1e-3, bound_ms * 1e-3)
-        for scheme, steps in STEPS.items()
+        case(spec, workers, ms * 1e-3, bound_ms * 1e-3)
+        for spec, steps in STEPS.items()
         for workers, ms, bound_ms in zip((2, 8), steps, (100, 109), strict=True)
     ]
 
@@ -70,7 +70,7 @@ def test_five_lines_have_names_and_the_others_are_grey():
     assert len({line.get_color() for line in lines.values()}) == 5
     grey = [line for line in panel.lines if line not in lines.values()]
     assert [list(line.get_ydata()) for line in grey] == [
-        pytest.approx(STEPS[scheme]) for scheme in ("worse", "ddp", "far", "p3")
+        pytest.approx(STEPS[spec]) for spec in ("worse", "ddp", "far", "p3")
     ]
     assert {line.get_color() for line in grey} == {"#c4c4c4"}
     caption = figure.get_supxlabel()
@@ -84,7 +84,7 @@ def test_five_lines_have_names_and_the_others_are_grey():
 
 def test_a_name_has_one_colour_in_all_panels():
     other = [
-        case(c.scheme, c.workers, c.step_s * (3 if c.scheme == "good" else 1), c.bound_s, 2.5e9)
+        case(c.spec, c.workers, c.step_s * (3 if c.spec == "good" else 1), c.bound_s, 2.5e9)
         for c in cases()
     ]
     figure = _step_figure.steps_by_workers([*cases(), *other])
@@ -97,7 +97,7 @@ def test_a_name_has_one_colour_in_all_panels():
 
 
 def test_auto_and_ddp_are_those_that_users_know():
-    mixed = [c for c in cases() if c.scheme in ("auto", "ddp", "backward:ddp")]
+    mixed = [c for c in cases() if c.spec in ("auto", "ddp", "backward:ddp")]
     mixed += [case("backward:auto", c.workers, 0.2, c.bound_s) for c in mixed[:2]]
     mixed += [case("sharded:auto", c.workers, 0.2, c.bound_s) for c in mixed[:2]]
     [panel] = _step_figure.steps_by_workers(mixed).axes
@@ -106,7 +106,7 @@ def test_auto_and_ddp_are_those_that_users_know():
 
 
 def test_few_policies_all_have_names():
-    few = [c for c in cases() if c.scheme in ("ddp", "good")]
+    few = [c for c in cases() if c.spec in ("ddp", "good")]
     figure = _step_figure.steps_by_workers(few)
     assert names_of(figure.axes[0]) == ["bound", "good", "ddp"]
     assert figure.get_supxlabel() == ""

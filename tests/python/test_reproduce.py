@@ -84,7 +84,7 @@ def test_steps_by_hand(reproduce, folder):
     gain = reproduce.best_gain(claim, jobs, overlapping=False)
     assert gain.factor == pytest.approx(1.0)
     ethernet = next(cluster for cluster in claim.clusters if cluster.name == "8 x 10GbE")
-    step_s = reproduce.SCHEMES["wfbp"].step_s(jobs["vgg16"], ethernet)
+    step_s = reproduce.VARIANTS["wfbp"].step_s(jobs["vgg16"], ethernet)
     assert step_s == pytest.approx(33.951e-3)
 
 
@@ -93,21 +93,21 @@ def test_of_several_baselines_the_best_counts(reproduce, folder):
     [claim] = [c for c in reproduce.CLAIMS if "10GbE" in c.text]
     gain = reproduce.best_gain(claim, jobs, overlapping=False)
     steps = {
-        name: reproduce.SCHEMES[name].step_s(jobs["resnet50"], gain.cluster)
-        for name in (*claim.baselines, claim.scheme)
+        name: reproduce.VARIANTS[name].step_s(jobs["resnet50"], gain.cluster)
+        for name in (*claim.baselines, claim.variant)
     }
     assert steps[gain.baseline] == min(steps[name] for name in claim.baselines)
-    assert gain.factor == steps[gain.baseline] / steps[claim.scheme]
+    assert gain.factor == steps[gain.baseline] / steps[claim.variant]
     assert gain.model == "resnet50"  # of bert there is no trace
 
 
 def test_modules_are_merged(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    schemes = importlib.import_module("_schemes")
+    variants = importlib.import_module("_published_policies")
     rows = [("a.bias", 0.0, 5.0), ("a.weight", 0.0, 4.0), ("b.weight", 1.0, 3.0)]
     specs = tensor_specs((name, 10, "float32") for name, *_ in rows)
     job = profiles.Profile(specs, [row[1] for row in rows], [row[2] for row in rows])
-    merged = schemes.merged_modules(job)
+    merged = variants.merged_modules(job)
     assert [(t.name, t.numel) for t in merged.tensors] == [("a", 20), ("b", 10)]
     assert merged.need_s == [0.0, 1.0]
     assert merged.ready_s == [5.0, 3.0]

@@ -20,7 +20,7 @@ from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.cli import main
-from usbyte.cli._options import all_schemes, parse_scheme
+from usbyte.cli._options import all_policy_specs, parse_policy_spec
 from usbyte.errors import UsageError
 from usbyte.planning import profiles, tuning
 from usbyte.planning.tuning import searches
@@ -288,11 +288,11 @@ def test_a_stopwatch_takes_the_median_without_the_first_interval():
 
 
 def test_the_tools_take_tuned_policies_when_asked(tmp_path):
-    assert parse_scheme("tune:dear") == ("forward", "tune:dear")
-    assert parse_scheme("backward:tune:dear") == ("backward", "tune:dear")
+    assert parse_policy_spec("tune:dear") == ("forward", "tune:dear")
+    assert parse_policy_spec("backward:tune:dear") == ("backward", "tune:dear")
     with pytest.raises(ValueError, match="unknown policy 'tune:magic'"):
-        parse_scheme("forward:tune:magic")
-    assert not any(policy in tuning.TUNED for _, policy in all_schemes())
+        parse_policy_spec("forward:tune:magic")
+    assert not any(policy in tuning.TUNED for _, policy in all_policy_specs())
     runner, ring = click.testing.CliRunner(), ["--ring", "16,200us,10gbit"]
     done = runner.invoke(main, ["plan", "vgg16-half", *ring, "--policy", "tune:dear"])
     assert done.exit_code == 0, done.output

@@ -43,7 +43,7 @@ class Case:
     codec: str = "none"
 
     @property
-    def scheme(self) -> str:
+    def spec(self) -> str:
         """Overlap and policy as text; the overlap "forward" is left out."""
         if self.shard_optimizer:
             return f"sharded:{self.policy}"

@@ -63,7 +63,7 @@ RATE = Parsed("rate", units.parse_rate)
 SECONDS = Parsed("time", units.parse_seconds)
 
 
-class Scheme(NamedTuple):
+class PolicySpec(NamedTuple):
     """An overlap mode and a policy.
 
     Attributes:
@@ -88,7 +88,7 @@ class Scheme(NamedTuple):
         return self.mode == "sharded"
 
 
-def parse_scheme(text: str) -> Scheme:
+def parse_policy_spec(text: str) -> PolicySpec:
     """Parses "backward:ddp" or "sharded:dear"; "auto" alone means "forward:auto".
 
     Raises:
@@ -115,7 +115,7 @@ def parse_scheme(text: str) -> Scheme:
             f"{text!r}: {policy} does not support a sharded optimizer; write one of "
             f"{', '.join(tuning.SHARDING)}"
         )
-    return Scheme(mode, policy)
+    return PolicySpec(mode, policy)
 
 
 def parse_workers(text: str) -> int:
@@ -130,14 +130,17 @@ def parse_workers(text: str) -> int:
     return workers
 
 
-def all_schemes() -> list[Scheme]:
+def all_policy_specs() -> list[PolicySpec]:
     """Returns all untuned policies with forward overlap, and backward:ddp, which is DDP.
 
     Tuned policies take long, so they are left out.
     """
     from usbyte import _core
 
-    return [*(Scheme("forward", policy) for policy in _core.policies()), Scheme("backward", "ddp")]
+    return [
+        *(PolicySpec("forward", policy) for policy in _core.policies()),
+        PolicySpec("backward", "ddp"),
+    ]
 
 
 def overlap_options(command: _F) -> _F:

@@ -55,7 +55,7 @@ def steps_by_workers(cases: Sequence[Case]) -> Figure:
     caption = []
     if greys:
         caption.append(f"grey: all other policies ({greys}), as far as the axis reaches")
-    if any(case.scheme == "backward:ddp" for case in cases):
+    if any(case.spec == "backward:ddp" for case in cases):
         caption.append("backward:ddp is PyTorch DDP")
     figure.supxlabel("; ".join(caption), fontsize=8, color="#707070")
     return figure
@@ -74,8 +74,8 @@ def _draw(panel: Axes, cases: Sequence[Case], colours: dict[str, str]) -> int:
         _BOUND, {n: 1e3 * min(c.bound_s for c in cases if c.workers == n) for n in workers}
     )
     lines = [
-        _Line(scheme, {c.workers: 1e3 * c.step_s for c in cases if c.scheme == scheme})
-        for scheme in dict.fromkeys(case.scheme for case in cases)
+        _Line(spec, {c.workers: 1e3 * c.step_s for c in cases if c.spec == spec})
+        for spec in dict.fromkeys(case.spec for case in cases)
     ]
     auto, ddp = _of(cases, "auto", "auto"), _of(cases, "ddp", "backward:ddp")
     others = [line for line in lines if line.name not in (auto, ddp)]
@@ -108,9 +108,9 @@ def _draw(panel: Axes, cases: Sequence[Case], colours: dict[str, str]) -> int:
 
 
 def _of(cases: Sequence[Case], policy: str, preferred: str) -> str:
-    """Returns the scheme of a policy, the preferred one if there are several, or ""."""
-    schemes = dict.fromkeys(case.scheme for case in cases if case.policy == policy)
-    return min(schemes, key=lambda scheme: scheme != preferred, default="")
+    """Returns the spec of a policy, the preferred one if there are several, or ""."""
+    specs = dict.fromkeys(case.spec for case in cases if case.policy == policy)
+    return min(specs, key=lambda spec: spec != preferred, default="")
 
 
 def _above(line: _Line, bound: _Line) -> float:

@@ -19,11 +19,11 @@ from usbyte.cli._options import (
     SECONDS,
     SERIAL_HELP,
     Parsed,
-    Scheme,
-    all_schemes,
+    PolicySpec,
+    all_policy_specs,
     check_writable,
     listed,
-    parse_scheme,
+    parse_policy_spec,
     parse_workers,
     print_recorded,
     scale_options,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @scale_options
 @click.option(
     "--policies",
-    type=Parsed("list", listed(parse_scheme)),
+    type=Parsed("list", listed(parse_policy_spec)),
     show_default="all untuned policies with overlap forward, and backward:ddp",
     help="Policies to compare, as POLICY or OVERLAP:POLICY, separated by commas.",
 )
@@ -72,7 +72,7 @@ def simulate(
     profiles: tuple[str, ...],
     scale_time: float,
     scale_bytes: float,
-    policies: list[Scheme] | None,
+    policies: list[PolicySpec] | None,
     sharded: bool,
     workers: list[int],
     bandwidth: list[float],
@@ -102,7 +102,7 @@ def simulate(
 
         _figures.check_format(plot)
     jobs = [(scaled(load(source), scale_time, scale_bytes), source) for source in profiles]
-    schemes = _all_sharded(policies) if sharded else policies or all_schemes()
+    specs = _all_sharded(policies) if sharded else policies or all_policy_specs()
     console = Console(highlight=False)
     if not workers or not bandwidth:
         raise click.UsageError(
@@ -116,7 +116,7 @@ def simulate(
         for rate in bandwidth:
             with console.status(Text(f"{model}, {units.format_rate(rate)}")):
                 found = list(
-                    _cases(job, model, schemes, workers, rate, latency, serial, codec, costs)
+                    _cases(job, model, specs, workers, rate, latency, serial, codec, costs)
                 )
             console.print(_table(found))
             cases += found
@@ -129,15 +129,15 @@ def simulate(
         _figures.save(steps_by_workers(cases), plot)
 
 
-def _all_sharded(policies: Sequence[Scheme] | None) -> list[Scheme]:
+def _all_sharded(policies: Sequence[PolicySpec] | None) -> list[PolicySpec]:
     from usbyte.planning import tuning
 
     untuned = [policy for policy in tuning.SHARDING if policy not in tuning.TUNED]
-    named = policies or [Scheme("forward", policy) for policy in untuned]
+    named = policies or [PolicySpec("forward", policy) for policy in untuned]
     try:
-        if any(scheme.mode == "backward" for scheme in named):
+        if any(spec.mode == "backward" for spec in named):
             raise ValueError("a sharded optimizer needs overlap forward; leave out 'backward:'")
-        return [parse_scheme(f"sharded:{scheme.policy}") for scheme in named]
+        return [parse_policy_spec(f"sharded:{spec.policy}") for spec in named]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--policies") from error
 
@@ -145,7 +145,7 @@ def _all_sharded(policies: Sequence[Scheme] | None) -> list[Scheme]:
 def _cases(
     job: _core.Profile,
     model: str,
-    schemes: Sequence[Scheme],
+    specs: Sequence[PolicySpec],
     workers: Sequence[int],
     rate: float,
     latency_s: float,
@@ -159,18 +159,16 @@ def _cases(
     codecs = codecs_for(job, codec)
     for count in workers:
         network = _core.NetworkModel.ring(count, latency_s, rate, int(serial))
-        for scheme in schemes:
-            overlap, sharded = scheme.overlap, scheme.sharded
-            plan = tuning.make_plan(
-                scheme.policy, job, network, {}, overlap, sharded, codecs, costs
-            )
+        for spec in specs:
+            overlap, sharded = spec.overlap, spec.sharded
+            plan = tuning.make_plan(spec.policy, job, network, {}, overlap, sharded, codecs, costs)
             step_s = _core.simulate(plan, job, network, overlap, sharded, costs).step_s
             bounds_s = (
                 _core.bound_s(job, network, overlap, sharded),
                 _core.bytes_bound_s(job, network, overlap, sharded),
             )
             yield Case(
-                model, count, rate, latency_s, serial, overlap, sharded, scheme.policy,
+                model, count, rate, latency_s, serial, overlap, sharded, spec.policy,
                 len(plan.ops), step_s, *bounds_s, job.iteration_s, codec,
             )  # fmt: skip
 
@@ -197,9 +195,9 @@ def _table(cases: Sequence[Case]) -> RenderableType:
         ["bound", *least("bound_s")],
         ["bound of bytes", *least("bytes_bound_s")],
     ]
-    for scheme in dict.fromkeys(case.scheme for case in cases):
-        row = {case.workers: case.step_s for case in cases if case.scheme == scheme}
-        rows.append([scheme, *(_cell(row[n], best[n]) for n in counts)])
+    for spec in dict.fromkeys(case.spec for case in cases):
+        row = {case.workers: case.step_s for case in cases if case.spec == spec}
+        rows.append([spec, *(_cell(row[n], best[n]) for n in counts)])
     return for_terminal(title, ["policy", *map(str, counts)], rows, ("policy",))
 
 

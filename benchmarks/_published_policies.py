@@ -16,7 +16,7 @@ _Sizes = tuple[Mapping[str, int], ...]
 
 
 @dataclass(frozen=True)
-class Scheme:
+class PolicyVariant:
     """A policy and how it is run.
 
     Attributes:
@@ -105,56 +105,58 @@ _TUNED: _Sizes = tuple(
 _SLICES: _Sizes = ({"partition_bytes": 160_000, "credit_bytes": 640_000},)
 _RELEASED: _Sizes = ({"partition_bytes": 4_000_000, "credit_bytes": 16_000_000},)
 
-SCHEMES = {
-    "wfbp": Scheme("wfbp", "one operation for each tensor", "backward"),
-    "ddp": Scheme("ddp", "25 MiB buckets, the first 1 MiB", "backward"),
-    "mgwfbp": Scheme("mgwfbp", "", "backward"),
-    "p3": Scheme("p3", "slices of 40,000 elements"),
-    "p3 pipelined": Scheme("bytescheduler", "four such slices in flight", sizes=_SLICES,
+VARIANTS = {
+    "wfbp": PolicyVariant("wfbp", "one operation for each tensor", "backward"),
+    "ddp": PolicyVariant("ddp", "25 MiB buckets, the first 1 MiB", "backward"),
+    "mgwfbp": PolicyVariant("mgwfbp", "", "backward"),
+    "p3": PolicyVariant("p3", "slices of 40,000 elements"),
+    "p3 pipelined": PolicyVariant("bytescheduler", "four such slices in flight", sizes=_SLICES,
                            shares_startup=True),
-    "bytescheduler": Scheme("bytescheduler", f"best of {len(_TUNED)} sizes", sizes=_TUNED),
-    "bytescheduler defaults": Scheme("bytescheduler", "1 and 4 million parameters",
+    "bytescheduler": PolicyVariant("bytescheduler", f"best of {len(_TUNED)} sizes", sizes=_TUNED),
+    "bytescheduler defaults": PolicyVariant("bytescheduler", "1 and 4 million parameters",
                                      sizes=_RELEASED),
-    "us-byte": Scheme("us-byte", "units of 256 KiB"),
-    "dcredit": Scheme("dcredit", "units of 256 KiB, a window shares one startup",
+    "us-byte": PolicyVariant("us-byte", "units of 256 KiB"),
+    "dcredit": PolicyVariant("dcredit", "units of 256 KiB, a window shares one startup",
                       shares_startup=True),
-    "dear": Scheme("dear_exact", "best of all fusion sizes"),
-    "dear 25 MiB": Scheme("dear", "groups of 25 MiB"),
-    "pipedap": Scheme("pipedap", ""),
-    "auto": Scheme("auto", "startups in turn"),
+    "dear": PolicyVariant("dear_exact", "best of all fusion sizes"),
+    "dear 25 MiB": PolicyVariant("dear", "groups of 25 MiB"),
+    "pipedap": PolicyVariant("pipedap", ""),
+    "auto": PolicyVariant("auto", "startups in turn"),
 }  # fmt: skip
 
 
-def _dcredit(kib: int, shared: bool, by_module: bool) -> Scheme:
+def _dcredit(kib: int, shared: bool, by_module: bool) -> PolicyVariant:
     text = f"units of {kib} KiB, " + ("a window shares one startup" if shared else
             "each operation of a window pays a startup")  # fmt: skip
     text += ", weight and bias are one tensor" if by_module else ""
-    return Scheme("dcredit", text, sizes=({"unit_bytes": kib << 10},), shares_startup=shared,
+    return PolicyVariant("dcredit", text, sizes=({"unit_bytes": kib << 10},), shares_startup=shared,
                   by_module=by_module)  # fmt: skip
 
 
 #: For the columns of the earlier simulator: how usbyte counts, and then other readings.
-READINGS: dict[str, tuple[Scheme | Bound, ...]] = {
+READINGS: dict[str, tuple[PolicyVariant | Bound, ...]] = {
     "bound": (
         Bound("the preemptive bound: each tensor is ready and due when the trace says"),
         Bound("the longer of compute and of all bytes, whenever they are ready or due", True),
     ),
-    "WFBP": (SCHEMES["wfbp"],),
+    "WFBP": (VARIANTS["wfbp"],),
     "best DDP": (
-        Scheme("ddp", "best of 1 to 256 MiB, the first bucket 1 MiB", "backward", _buckets(False)),
-        Scheme("ddp", "the same, the first bucket like the others", "backward", _buckets(True)),
+        PolicyVariant("ddp", "best of 1 to 256 MiB, the first bucket 1 MiB", "backward",
+                      _buckets(False)),
+        PolicyVariant("ddp", "the same, the first bucket like the others", "backward",
+                      _buckets(True)),
     ),
-    "best DeAR": (SCHEMES["dear"], SCHEMES["dear 25 MiB"]),
+    "best DeAR": (VARIANTS["dear"], VARIANTS["dear 25 MiB"]),
     "US-Byte": (
-        SCHEMES["us-byte"],
-        Scheme("us-byte", "units of 16 MiB: a smaller tensor, once begun, is finished",
+        VARIANTS["us-byte"],
+        PolicyVariant("us-byte", "units of 16 MiB: a smaller tensor, once begun, is finished",
                sizes=({"unit_bytes": 16 * _MIB},)),
     ),
     "D-Credit": (
-        SCHEMES["dcredit"],
+        VARIANTS["dcredit"],
         *(_dcredit(*row) for row in product((64, 256, 1024), (True, False), (False, True))
           if row != (256, True, False)),
     ),
-    "auto": (SCHEMES["auto"], replace(SCHEMES["auto"], text="startups overlap",
+    "auto": (VARIANTS["auto"], replace(VARIANTS["auto"], text="startups overlap",
                                       shares_startup=True)),
 }  # fmt: skip
