@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans against a brute-force reading of the rule that they tile the line."""
+"""Plans against a brute-force reading of the rule that they tile the flat buffer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lines(draw):
 
 @st.composite
 def tilings(draw, specs):
-    """Ops that cover the line, before anything is broken."""
+    """Ops that cover the flat buffer, before anything is broken."""
     edges = [0]
     for spec in specs:
         cuts = draw(st.sets(st.integers(spec.offset + 1, spec.end), max_size=3))
