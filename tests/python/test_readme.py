@@ -34,7 +34,8 @@ def table(text):
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ROWS = table((DOCS / "systems.md").read_text(encoding="utf-8"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")]
+PAGES += sorted(DOCS.rglob("*.md"))
 
 
 def quoted(cell):
@@ -168,6 +169,17 @@ def test_options_lists_every_variable():
     listed = set(re.findall(r"^\| `(USBYTE_\w+)` \|", page, re.M))
     known = {variable.name for variable in _core.Env.read().variables}
     assert listed == known
+
+
+def test_the_changelog_counts_what_there_is():
+    page = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    codecs = {*_core.codec_names()} - {"none"}
+    assert f"takes {len(codecs)} lossy codecs" in page
+    assert f"takes {len(_core.policies())} policies" in page
+    assert f"and {len(tuning.TUNED)} tuned ones" in page
+    assert f"the extra for {['none', 'one', 'two'][len(tuning.BAYESIAN)]} of these" in page
+    [commands] = re.findall(r"^- `usbyte (demo`.*`lab`)", page, re.M)
+    assert quoted(f"`{commands}") == main.list_commands(click.Context(main))
 
 
 def test_the_readme_is_short():
