@@ -15,12 +15,14 @@ namespace usbyte {
 
 namespace {
 
-// Messages may quote the bytes of a file, and end inside a character.
+// Messages may quote the bytes of a file, and end inside a character. The error is made at once,
+// not where it is caught: `usbyte.errors` asks which module has called the core.
 void set_error(const char* name, const Error& error) {
   const std::string_view text = error.what();
   const auto message = py::reinterpret_steal<py::object>(
       PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
-  PyErr_SetObject(py::module_::import("usbyte._core").attr(name).ptr(), message.ptr());
+  const py::object kind = py::module_::import("usbyte._core").attr(name);
+  PyErr_SetObject(kind.ptr(), kind(message).ptr());
 }
 
 void translate(std::exception_ptr pointer) {

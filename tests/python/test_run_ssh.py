@@ -277,7 +277,7 @@ def test_nothing_outlives_a_remote_agent_that_is_killed_amid_signals(
         while True:
             os.kill(guardian, signal.SIGHUP)
     assert running.finish() == 1
-    assert running.err == "usbyterun: lost host 127.0.0.2\n"
+    assert running.err == "usbyterun: lost host 127.0.0.2; see docs/errors.md#launcher\n"
 
 
 def test_a_host_that_refuses(start: Starter, server: Server) -> None:
@@ -293,7 +293,9 @@ def test_a_host_that_never_answers(start: Starter, server: Server) -> None:
         options = [*server.options, "-p", str(silent.getsockname()[1]), "--start-timeout", "3"]
         running = start(*options, "-H", "localhost:1,127.0.0.2:1", "sleep", "600")
         assert running.finish() == 1
-    assert "127.0.0.2" in running.err.splitlines()[-1]
+    last = running.err.splitlines()[-1]
+    assert "127.0.0.2" in last
+    assert last.endswith("; see docs/errors.md#launcher")
 
 
 def test_a_python_without_usbyte(start: Starter, server: Server) -> None:

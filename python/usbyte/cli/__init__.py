@@ -43,7 +43,8 @@ class _Commands(StdoutErrorCommand, click.Group):
 
             if not isinstance(error, Error):
                 raise
-            raise click.ClickException(str(error)) from error
+            lines = [str(error), *getattr(error, "__notes__", [])]
+            raise click.ClickException("\n".join(lines)) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -126,5 +126,6 @@ class RestartPolicy:
         self._output.tell_lost()
         if outcome.message is not None:
             after = f" (after {restarts} of {most} restarts)" if restarts else ""
-            self._output.note(outcome.message + after)
+            about_hosts = "; see docs/errors.md#launcher" if outcome.lost else ""
+            self._output.note(outcome.message + after + about_hosts)
         return outcome.code

@@ -270,12 +270,16 @@ class CodecState:
                     "into the model that it was saved from"
                 )
 
-    def is_as(self, state: Mapping[str, Any]) -> bool:
-        """Returns whether `state` equals the present state."""
+    def check_same(self, state: Mapping[str, Any]) -> None:
+        """Raises UsageError unless `state` equals the present state, which is of shards."""
         now = self._copy()
-        return state.keys() == now.keys() and all(
+        if state.keys() != now.keys() or not all(
             torch.equal(part["rows"], now[name]["rows"]) for name, part in state.items()
-        )
+        ):
+            raise UsageError(
+                "load_state_dict: each rank compresses shards of its own by now, which need not be "
+                "those of the state; load it right after the optimizer is made"
+            )
 
     def load(self, state: Mapping[str, Any], rank: int) -> None:
         """Replaces the state by a checkpoint that `check` has accepted; an empty one clears it.

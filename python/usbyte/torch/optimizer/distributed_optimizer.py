@@ -314,11 +314,8 @@ class DistributedOptimizer(OptimizerWrapper):
         codec_state = session.codec_state
         codec_state.check(loaded, dict(session.named()), session.rank_group.size)
         coded = loaded and self.plan is not None and codes_shards(self.plan)
-        if coded and not codec_state.is_as(loaded):
-            raise UsageError(
-                "load_state_dict: each rank compresses shards of its own by now, which need not be "
-                "those of the state; load it right after the optimizer is made"
-            )
+        if coded:
+            codec_state.check_same(loaded)
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != CODEC_STATE_KEY})
         codec_state.load(loaded, session.rank_group.rank)
 
