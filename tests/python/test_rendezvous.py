@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,10 +19,11 @@ from hypothesis import strategies as st
 
 from usbyte.cluster_env import JOB_KEY, Cluster
 from usbyte.errors import EnvError, UsageError
-from usbyte.torch.runtime import rendezvous
+from usbyte.torch.runtime import rendezvous, rendezvous_store
 from usbyte.torch.runtime.credential import Credential
 from usbyte.torch.runtime.placement import Place, local_ranks, place_here
 from usbyte.torch.runtime.rendezvous import Join, Met, Rendezvous
+from usbyte.torch.runtime.rendezvous_store import open_store
 
 TOKEN = "0123456789abcdef" * 2
 LONG_S = 120.0  # never reached: every test that waits so long is ended by an answer
@@ -240,6 +243,44 @@ def test_who_is_missing_is_told_meanwhile_and_in_the_end(
     ):
         come(server, rank, 4, limit_s=0.5)
     assert f"rank {rank}: waiting for {missing} at {where}" in caplog.text
+
+
+def opened(rank: int, port: int, limit_s: float = LONG_S) -> dist.TCPStore:
+    cluster = Cluster(rank, 2, rank, 2, "127.0.0.1", port, "torchrun")
+    return open_store(cluster, Credential(cluster, ""), limit_s, timedelta(seconds=LONG_S))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_on_which_another_program_listens(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_store, "_CONNECT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # as a web server is at first
+        port = silent.getsockname()[1]
+        told = f"rank {rank} of 2: what listens at 127.0.0.1, port {port} is no store .*no answer"
+        with pytest.raises(UsageError, match=f"{told}.* choose another MASTER_PORT"):
+            opened(rank, port, limit_s=1.0)
+
+
+def test_a_port_on_which_another_job_meets(server: dist.TCPStore) -> None:
+    told = f"port {server.port}: another program uses this port.* choose another MASTER_PORT"
+    with pytest.raises(UsageError, match=told):
+        opened(0, server.port)
+    server.set(JOB_KEY, credential(TOKEN).mark)
+    with pytest.raises(UsageError, match=f"{server.port}: .*TOKEN.* choose another MASTER_PORT"):
+        opened(0, server.port)
+
+
+def test_a_rank_waits_aloud_for_rank_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous_store, "_NOTICE_S", 0.05)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        port = unused.getsockname()[1]
+        with pytest.raises(UsageError, match=r"could not connect to rank 0 at 127\.0\.0\.1"):
+            opened(1, port, limit_s=0.5)
+    assert f"rank 1: waiting for rank 0 of 2 at 127.0.0.1, port {port}" in caplog.text
 
 
 def test_strangers_are_mentioned(server: dist.TCPStore) -> None:

@@ -88,5 +88,5 @@ class Credential:
         raise UsageError(
             f"not part of the job at {where}: {problem}. Start it with the launcher that started "
             "the others, and see that nothing keeps RANK, MASTER_ADDR or MASTER_PORT from an "
-            "earlier job"
+            "earlier job; if two jobs use this port, choose another MASTER_PORT"
         )

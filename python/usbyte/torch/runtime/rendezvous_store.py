@@ -14,6 +14,7 @@ from usbyte.cluster_env import JOB_KEY, Cluster
 from usbyte.errors import UsageError
 from usbyte.torch.runtime.credential import Credential
 from usbyte.torch.runtime.format import brief_error
+from usbyte.torch.runtime.worker_thread import SerialExecutor
 
 log = logging.getLogger("usbyte")
 
@@ -41,7 +42,7 @@ def open_store(
     else:
         deadline = time.monotonic() + limit_s
         _wait_for_server(cluster, deadline)
-        store = _connect(cluster, max(1.0, deadline - time.monotonic()))
+        store = _connect(cluster, max(1.0, round(deadline - time.monotonic(), 1)))
     store.set_timeout(timeout)
     return store
 
@@ -74,13 +75,18 @@ def _serve(cluster: Cluster, credential: Credential, limit_s: float) -> dist.TCP
 
 
 def _connect(cluster: Cluster, limit_s: float) -> dist.TCPStore:
+    # torch waits without limit for the first answer of a program that accepts the connection.
+    calls = SerialExecutor("usbyte-connect")
     try:
-        return dist.TCPStore(
-            cluster.master_addr,
-            cluster.master_port,
-            is_master=False,
-            timeout=timedelta(seconds=limit_s),
-            wait_for_workers=False,
+        return calls.run(
+            lambda: dist.TCPStore(
+                cluster.master_addr,
+                cluster.master_port,
+                is_master=False,
+                timeout=timedelta(seconds=limit_s),
+                wait_for_workers=False,
+            ),
+            limit_s,
         )
     except RuntimeError as error:
         raise UsageError(
@@ -88,6 +94,8 @@ def _connect(cluster: Cluster, limit_s: float) -> dist.TCPStore:
             f"store of torch.distributed ({brief_error(error)}). Check that MASTER_ADDR and "
             "MASTER_PORT are those of rank 0, or choose another MASTER_PORT"
         ) from error
+    finally:
+        calls.close()
 
 
 def _wait_for_server(cluster: Cluster, deadline: float) -> None:
