@@ -135,6 +135,11 @@ def test_ranks_that_are_behind_are_named():
         "rank 2 is still in backward of step 7, without the gradients of a, b",
     ]
     assert behind({0: state(7), 1: state(7)}) == []
+    states[1]["eager"].append("allreduce 'loss'")
+    assert behind(states)[0] == (
+        "rank 1 has not begun backward of step 7 and has allreduce 'loss' in flight, which all "
+        "ranks must call: if rank 1 had fewer batches, call ub.join() after the last one"
+    )
     late = {
         0: state(7, completed=2, launched=3),
         1: state(7, completed=2, launched=2, gathers=False),

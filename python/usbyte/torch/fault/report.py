@@ -100,6 +100,11 @@ def behind(states: Mapping[int, State]) -> list[str]:
                 late.append(f"rank {rank} has not begun node averaging {latest}")
             elif s["step"] < latest:
                 found_behind.append(f"rank {rank} has not begun backward of step {latest}")
+                if eager := states[rank]["eager"]:
+                    found_behind[-1] += (
+                        f" and has {eager[0]} in flight, which all ranks must call: if rank {rank} "
+                        "had fewer batches, call ub.join() after the last one"
+                    )
             elif left and s["phase"] == "backward":
                 names = ", ".join(s["awaited"])
                 found_behind.append(
