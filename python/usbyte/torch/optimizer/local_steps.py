@@ -12,6 +12,7 @@ from usbyte.torch.fault.update_guard import UpdateGuard
 from usbyte.torch.optimizer.compat.known_optimizers import is_known
 from usbyte.torch.optimizer.fused import FusedUpdate
 from usbyte.torch.plan.job import ParamTable, Settings
+from usbyte.torch.runtime.tensor_checks import check_dtype
 
 
 class LocalSteps:
@@ -37,11 +38,18 @@ class LocalSteps:
         update_guard: UpdateGuard,
     ) -> None:
         self._optimizer, self._updater, self._settings = optimizer, updater, settings
-        self._params, self._update_guard = param_table.params, update_guard
+        self._names, self._params = param_table.names, param_table.params
+        self._dtypes = [param.dtype for param in self._params]
+        self._update_guard = update_guard
         self.consumed: list[nn.Parameter] = []
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
-        """Takes a step and returns the result of `closure`; None without one."""
+        """Takes a step and returns the result of `closure`; None without one.
+
+        Raises:
+            UsageError: The dtype of a gradient has changed since the optimizer was wrapped.
+        """
+        self._check_dtypes()
         if isinstance(self._updater, FusedUpdate):
             self._updater.check()
         if self._settings.max_grad_norm is not None:
@@ -57,6 +65,13 @@ class LocalSteps:
             for param in self.consumed:
                 param.grad = None
         return result
+
+    def _check_dtypes(self) -> None:
+        # Several ranks could not send such a gradient. One rank raises the error, too, so that a
+        # script fails where it is written.
+        for name, param, dtype in zip(self._names, self._params, self._dtypes, strict=True):
+            if param.grad is not None:
+                check_dtype(name, param.grad, dtype)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Resets gradients: to None, or to zeros, also those that the last step has consumed."""

@@ -51,6 +51,21 @@ def check_sendable(what: str, tensor: torch.Tensor, or_sparse: bool = False) -> 
     raise UsageError(f"{what} is a {type(tensor).__name__} {flaw}: {remedy}")
 
 
+def check_dtype(name: str, grad: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises UsageError for a gradient of another dtype than its parameter had.
+
+    Args:
+        name: Name of the parameter.
+        grad: Its gradient.
+        dtype: Dtype of the parameter when the optimizer was wrapped.
+    """
+    if grad.dtype != dtype:
+        raise UsageError(
+            f"the gradient of '{name}' is of {grad.dtype}, and was of {dtype} when the optimizer "
+            "was wrapped: wrap it again after the model's dtype is changed"
+        )
+
+
 def flaw_of(tensor: torch.Tensor, or_sparse: bool = False) -> tuple[str, str] | None:
     """Returns why a tensor must not be read by address.
 

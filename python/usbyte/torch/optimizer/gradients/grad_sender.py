@@ -22,7 +22,7 @@ from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.sparse import Rows, empty_like
 from usbyte.torch.reduce_op import Sum
 from usbyte.torch.runtime.device import Device
-from usbyte.torch.runtime.tensor_checks import check_sendable
+from usbyte.torch.runtime.tensor_checks import check_dtype, check_sendable
 from usbyte.torch.torch_private import DisableTorchFunction, not_compiled
 
 
@@ -232,11 +232,7 @@ def _send(of: weakref.ref[GradientSender], i: int, _param: object) -> None:
             )
         param.grad = grad = grad.to_dense()
     if grad.dtype != sent.tensors[i].dtype:
-        raise UsageError(
-            f"the gradient of '{sender._names[i]}' is of {grad.dtype}, and was of "
-            f"{sent.tensors[i].dtype} when the optimizer was wrapped: wrap it again after "
-            "the model's dtype is changed"
-        )
+        check_dtype(sender._names[i], grad, sent.tensors[i].dtype)
     if is_shared or sent.has_private:
         shown = sent.show(i, grad, is_shared)
     else:
