@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward passes that come otherwise than in the first steps, or without a step()."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -203,7 +205,8 @@ def _set_by_hand(rank, size):
         for param in master:
             param.grad.fill_(0.0 if k == 0 else 1.0 + rank)
         opt.step()
-        told_of.append(sum("was assigned by the script" in text for text in told))
+        by_hand = "'a' was assigned by the script, .* unless .* usbyte.torch.allreduce"
+        told_of.append(sum(bool(re.search(by_hand, text)) for text in told))
     return told_of
 
 

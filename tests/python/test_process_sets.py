@@ -118,7 +118,7 @@ def _errors(rank, even):
         _raises_everywhere(
             UsageError, text, lambda: ub.broadcast(torch.ones(1), 1, process_set=even)
         )
-        text = "disagree about the shape: [1] on rank 0; [2] on rank 2."
+        text = "disagree about the shape: [1] on rank 0; [2] on rank 2. Make it equal on every rank"
         odd = torch.ones(1 + rank // 2)
         _raises_everywhere(MismatchError, text, lambda: ub.allreduce(odd, process_set=even))
         text = "disagree about the root rank: 0 on rank 0; 2 on rank 2."

@@ -79,6 +79,7 @@ def test_other_models_are_warned_of(how: str) -> None:
     assert not second
     assert len(first) == (how != "alike")
     assert all("the ranks train different models: '0.weight'" in text for text in first)
+    assert all("Call broadcast_parameters(model.state_dict()) before" in text for text in first)
 
 
 def leaves_steps_out(

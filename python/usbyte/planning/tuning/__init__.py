@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 
 from usbyte import _core
@@ -66,7 +67,9 @@ def known_policy(policy: str) -> str:
     """
     policy = _core.policy_name(policy)
     if policy not in policies():
-        raise UsageError(f"unknown policy '{policy}'; known are {', '.join(policies())}")
+        close = difflib.get_close_matches(policy, policies(), 1)
+        guess = f": did you mean '{close[0]}'?" if close else ";"
+        raise UsageError(f"unknown policy '{policy}'{guess} known are {', '.join(policies())}")
     return policy
 
 

@@ -45,7 +45,11 @@ def check_combination(
         UsageError: An argument, or the combination, cannot be used.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
+        raise UsageError(
+            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}: make one "
+            "first, as in DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "
+            "model.named_parameters())"
+        )
     if not isinstance(getattr(optimizer, "param_groups", None), list):
         raise UsageError(
             f"{type(optimizer).__name__} has no param_groups: set them, as Optimizer.__init__ does"
@@ -176,6 +180,9 @@ def names_of(named: Iterable[tuple[str, nn.Parameter]] | None) -> dict[nn.Parame
             )
         name, param = row
         if seen.setdefault(name, param) is not param:
-            raise UsageError(f"named_parameters has two parameters named '{name}'")
+            raise UsageError(
+                f"named_parameters has two parameters named '{name}': give each model a prefix of "
+                "its own, as in model.named_parameters(prefix='encoder')"
+            )
         names.setdefault(param, name)  # a tied parameter keeps its first name
     return names

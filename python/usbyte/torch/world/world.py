@@ -238,6 +238,8 @@ class World:
             log.info("rank %d: no timeline here, as '%s' has no %%r", self.rank, path)
             self.stop_timeline()
             return
+        if self.size == 1:
+            log.warning("one rank sends nothing, so '%s' stays empty: start two or more", path)
         self._writer = _core.TimelineWriter(path.replace("%r", str(self.rank)), self.rank, steps)
         for participant in self.participants:
             participant.set_timeline(self._writer)
