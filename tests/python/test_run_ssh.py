@@ -290,11 +290,14 @@ def test_a_host_that_refuses(start: Starter, server: Server) -> None:
 
 def test_a_host_that_never_answers(start: Starter, server: Server) -> None:
     with socket.create_server(("127.0.0.2", 0)) as silent:
-        options = [*server.options, "-p", str(silent.getsockname()[1]), "--start-timeout", "3"]
-        running = start(*options, "-H", "localhost:1,127.0.0.2:1", "sleep", "600")
+        patient = server.options[-1] + " -o ConnectTimeout=600"  # more than usbyterun is
+        options = [*server.options[:-1], patient, "-p", str(silent.getsockname()[1])]
+        where = ["--start-timeout", "3", "-H", "localhost:1,127.0.0.2:1"]
+        running = start(*options, *where, "sleep", "600")
         assert running.finish() == 1
     last = running.err.splitlines()[-1]
-    assert "127.0.0.2" in last
+    told = "usbyterun: host 127.0.0.2 did not answer within 3 s; check that ssh gets there without"
+    assert last.startswith(told)
     assert last.endswith("; see docs/errors.md#launcher")
 
 
