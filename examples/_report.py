@@ -126,7 +126,7 @@ def finish(
     """
     times = clock.summary()
     how = "DASO" if args.daso else f"overlap {args.overlap}"
-    mode = "ddp" if args.ddp else f"usbyte, {how}, policy {args.policy}"
+    mode = "ddp" if args.ddp else f"usbyte, {how}, policy {args.policy or 'auto'}"
     workers = f"{ub.size()} worker{'s' if ub.size() > 1 else ''}"
     rate = 1e3 * args.batch_size / times["total"]["median"] if times else None
     if rate:
