@@ -23,7 +23,7 @@ from usbyte.launch.agent_channel import Channel
 from usbyte.launch.cli import main
 from usbyte.launch.job import Job
 from usbyte.launch.launcher import Launcher
-from usbyte.launch.output import LineCutter, Output
+from usbyte.launch.output import Output
 from usbyte.launch.process_tree import SignalWake
 
 
@@ -111,20 +111,6 @@ def test_slots_are_filled_in_order() -> None:
     assert [(p.host.name, p.first_rank, p.count) for p in placed] == [("a", 0, 2), ("b", 2, 1)]
     with pytest.raises(ValueError, match=r"-np 8 asks for more ranks than the 7 slots of a:2,b:4"):
         hosts.place(hosts.parse_hosts("a:2,b:4,c:1"), 8)
-
-
-def test_lines_are_cut_wherever_the_bytes_are_cut() -> None:
-    text = b"one\ntwo\r\n 10%\r 20%\r\xff\x00\n\nlast"
-    for size in range(1, len(text)):
-        cutter = LineCutter()
-        lines = [ln for at in range(0, len(text), size) for ln in cutter.feed(text[at : at + size])]
-        assert lines == [b"one\n", b"two\r\n", b" 10%\r", b" 20%\r", b"\xff\x00\n", b"\n"]
-        assert cutter.finish() == [b"last"]
-
-
-def test_an_endless_line_is_not_kept() -> None:
-    cutter = LineCutter()
-    assert sum(len(line) for _ in range(100) for line in cutter.feed(b"x" * 65536)) > 5e6
 
 
 def test_frames_survive_being_cut_and_noise_before_them() -> None:

@@ -16,6 +16,7 @@ from usbyte._util.fd_limit import allow_open_files
 from usbyte.launch import hosts, process_tree
 from usbyte.launch.foreign_options import LauncherCommand
 from usbyte.launch.job import Job, Ssh
+from usbyte.launch.live_area import rank_env
 from usbyte.launch.output import Output
 from usbyte.launch.restarts import Pool, RestartPolicy
 
@@ -240,7 +241,7 @@ def main(
     pool = _pool(ranks, host_list, hostfile, nnodes)
     job = Job(
         command=list(command),
-        env={**{name: text for name, text in knobs.items() if text}, **env},
+        env={**rank_env(pool.size), **{name: text for name, text in knobs.items() if text}, **env},
         cwd=_current_directory(),
         interface=interface,
         start_timeout=start_timeout,

@@ -106,13 +106,18 @@ class Launcher:
             self._links.append(link)
 
     def _step(self) -> None:
-        timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        ready = self._selector.select(timeout)
+        deadline = self._deadline
+        waits = [
+            None if deadline is None else max(0.0, deadline - time.monotonic()),
+            self._output.refresh_in_s(),
+        ]
+        ready = self._selector.select(min((s for s in waits if s is not None), default=None))
         began = time.monotonic()
         for key, _ in ready:
             # An earlier callback of this loop may have closed this descriptor.
             if key.fd in self._selector.get_map():
                 key.data()
+        self._output.refresh()
         if self._deadline is not None and self._outcome is not None and self._outcome.code == 0:
             # The time that the reader of the output takes does not count: the agents wait, too.
             self._deadline += time.monotonic() - began

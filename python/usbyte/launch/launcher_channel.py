@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from usbyte.launch.hosts import Placement
-from usbyte.launch.output import LineCutter
 from usbyte.launch.protocol import EVENT, Frame, FrameReader, encode_message
+from usbyte.launch.rank_screen import RankScreen
 
 _CHUNK_BYTES = 1 << 16
 _EXIT_SECONDS = 1.0
@@ -61,7 +61,7 @@ class AgentConnection:
         self._broken = ""  # Describes the invalid data that came.
         self.code: int | None = None
         self._reader = FrameReader()
-        self._cutter = LineCutter()
+        self._cutter = RankScreen()
         self._unsent = b""
         self._selector = selector
         self._on_frame = on_frame

@@ -1,40 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of the ranks: whole lines on the terminal, each with its rank, and files."""
+"""The output of the ranks: lines on the terminal, each with its rank, and files."""
 
 import errno
 import os
 import select
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from usbyte.launch.live_area import LiveArea, is_terminal
 from usbyte.launch.protocol import STDERR, STDOUT
+from usbyte.launch.rank_screen import RankScreen
 
-_MAX_LINE_BYTES = 1 << 20
 _STUCK_SECONDS = 1.0
 _NOT_PLAIN = "is a link or no plain file: remove it, or name another directory"
 _FILE_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
-
-
-class LineCutter:
-    r"""Cuts a stream of bytes into lines; `\r` also ends a line, for progress bars."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Returns the lines that `data` completes, with their line ends."""
-        lines = (self._rest + data).splitlines(keepends=True)
-        # A \r at the very end may be the first half of \r\n.
-        complete = not lines or lines[-1].endswith(b"\n") or len(lines[-1]) > _MAX_LINE_BYTES
-        self._rest = b"" if complete else lines.pop()
-        return lines
-
-    def finish(self) -> list[bytes]:
-        """Returns the text after the last line end, as a list of at most one line."""
-        rest, self._rest = self._rest, b""
-        return [rest] if rest else []
 
 
 class Sink:
@@ -142,7 +122,11 @@ class Output:
     def __init__(self, size: int, wake: int, directory: Path | None = None) -> None:
         self.stdout = Sink(1, wake)
         self.stderr = Sink(2, wake)
-        self._cutters: dict[tuple[int, int], LineCutter] = {}
+        self._sinks = {STDOUT: self.stdout, STDERR: self.stderr}
+        self._on_terminal = {STDOUT: is_terminal(1), STDERR: is_terminal(2)}
+        self._area = LiveArea(2 if self._on_terminal[STDERR] else 1)
+        self._screens: dict[tuple[int, int], RankScreen] = {}
+        self._live: dict[tuple[int, int], list[bytes]] = {}  # by rank and kind; no empty ones
         self._files: dict[tuple[int, int], BinaryIO] = {}
         for rank in range(size if directory is not None else 0):
             folder = Path(directory or "", f"rank.{rank:0{len(str(size - 1))}d}")
@@ -165,20 +149,40 @@ class Output:
             rest = memoryview(data)
             while rest:  # A write may be partial, for example when the disk becomes full.
                 rest = rest[self._files[kind, rank].write(rest) :]
-        self._show(kind, rank, self._cutters.setdefault((kind, rank), LineCutter()).feed(data))
+        if (kind, rank) not in self._screens:
+            self._screens[kind, rank] = RankScreen(self._on_terminal[kind])
+        screen = self._screens[kind, rank]
+        finished = screen.feed(data)
+        if self._on_terminal[kind]:
+            self._set_live(kind, rank, screen.live())
+        if finished:
+            self._write(kind, _marked(rank, finished))
 
     def note(self, text: str) -> None:
         """Shows a message of the launcher on stderr."""
-        self.stderr.write(f"usbyterun: {text}\n".encode(errors="surrogateescape"))
+        self._write(STDERR, f"usbyterun: {text}\n".encode(errors="surrogateescape"))
 
     def host(self, host: str, line: bytes) -> None:
         """Shows a line that the agent of a host, or ssh, has printed."""
-        self.stderr.write(f"[{host}] ".encode() + line.rstrip() + b"\n")
+        self._write(STDERR, f"[{host}] ".encode() + line.rstrip() + b"\n")
+
+    def refresh_in_s(self) -> float | None:
+        """Returns the seconds until `refresh` should be called; None: it need not be."""
+        return self._area.wait_s()
+
+    def refresh(self) -> None:
+        """Draws the unfinished lines of the ranks if they have changed and the time has come."""
+        if self._area.wait_s() == 0.0:
+            self._redraw()
 
     def finish(self) -> None:
-        """Shows the last lines without a line end. Call it when all ranks have ended."""
-        for (kind, rank), cutter in sorted(self._cutters.items()):
-            self._show(kind, rank, cutter.finish())
+        """Shows the unfinished lines. Call it when all ranks have ended."""
+        self._live.clear()
+        for (kind, rank), screen in sorted(self._screens.items()):
+            if finished := screen.finish():
+                self._write(kind, _marked(rank, finished))
+        self._screens.clear()
+        self._redraw()
 
     def close(self) -> None:
         """Closes the files of the ranks."""
@@ -203,12 +207,25 @@ class Output:
         if lost:
             self.note("some of the ranks' last output is lost, as nobody read it")
 
-    def _show(self, kind: int, rank: int, lines: list[bytes]) -> None:
-        def marked() -> Iterator[bytes]:
-            for line in lines:
-                yield b"[%d] " % rank
-                yield line
-                if not line.endswith((b"\n", b"\r")):
-                    yield b"\n"
+    def _set_live(self, kind: int, rank: int, lines: list[bytes]) -> None:
+        if lines == self._live.get((rank, kind), []):
+            return
+        if lines:
+            self._live[rank, kind] = lines
+        else:
+            del self._live[rank, kind]
+        self._area.change()
 
-        (self.stdout if kind == STDOUT else self.stderr).write(b"".join(marked()))
+    def _redraw(self) -> None:
+        self._write(STDERR if self._on_terminal[STDERR] else STDOUT, b"")
+
+    def _write(self, kind: int, text: bytes) -> None:
+        """Writes whole lines, above the unfinished ones if these are on the same terminal."""
+        if self._on_terminal[kind]:
+            live = [b"[%d] %s" % (at[0], ln) for at in sorted(self._live) for ln in self._live[at]]
+            text = self._area.draw(text, live)
+        self._sinks[kind].write(text)
+
+
+def _marked(rank: int, lines: list[bytes]) -> bytes:
+    return b"".join(b"[%d] %s\n" % (rank, line) for line in lines)
