@@ -309,8 +309,8 @@ def draw(found: Sequence[Case], path: Path) -> None:
 def draw_step(path: Path) -> None:
     """Draws one predicted step of ResNet-101 under DDP and under auto, for the README."""
     from usbyte.cli import _figures
-    from usbyte.cli.report import picture
-    from usbyte.cli.report.scene import Scene
+    from usbyte.report import picture
+    from usbyte.report.scene import Scene
 
     job = _inputs.load("espresso_resnet101")
     network = _core.NetworkModel.ring(8, 25e-6, 1.25e9, 1)

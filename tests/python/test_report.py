@@ -19,10 +19,10 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.cli import main
-from usbyte.cli.report import trace
-from usbyte.cli.report.scene import Scene
 from usbyte.planning import profiles
 from usbyte.planning.layout import tensor_specs
+from usbyte.report import trace
+from usbyte.report.scene import Scene
 
 RING = ["--ring", "2,1ms,1gbit"]
 BROWSER = next(

@@ -15,9 +15,9 @@ from torch import nn
 import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.cli import main
-from usbyte.cli._traces import Span
 from usbyte.cli.stragglers import find_delays, one_of_each_rank, only, typical_step_s, verdict
 from usbyte.errors import UsageError
+from usbyte.report.chrome_trace import Span
 
 
 def invoke(*arguments):

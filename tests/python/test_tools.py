@@ -20,10 +20,10 @@ import usbyte
 from usbyte import _core
 from usbyte._util import files
 from usbyte.cli import main
-from usbyte.cli.report import picture
-from usbyte.cli.report.scene import Scene
 from usbyte.planning import profiles, tuning, whatif
 from usbyte.planning.layout import tensor_specs
+from usbyte.report import picture
+from usbyte.report.scene import Scene
 
 RING = ["--ring", "4,1ms,1gbit"]
 SHARDED = ["--shard-optimizer"]

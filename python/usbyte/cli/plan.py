@@ -114,8 +114,8 @@ def plan(
     )
     print_recorded(console, [profile], scale_time)
     if plot is not None:
-        from usbyte.cli.report import picture
-        from usbyte.cli.report.scene import Scene
+        from usbyte.report import picture
+        from usbyte.report.scene import Scene
 
         scenes = (
             Scene.predicted(ddp, job, net, "backward"),

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import click
 
 from usbyte.cli._tables import for_terminal
-from usbyte.cli._traces import Span, read_spans
 from usbyte.errors import UsageError
+from usbyte.report.chrome_trace import Span, read_spans
 
 _NOTE = (
     "Late: how long after the first rank this rank has launched an operation; "

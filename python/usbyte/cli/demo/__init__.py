@@ -210,9 +210,9 @@ def _watch(run: _Run, messages: Iterator[Mapping[str, Any]]) -> None:
 def _draw(run: _Run, output: Path) -> None:
     from usbyte import _core
     from usbyte.cli import _figures
-    from usbyte.cli.report import picture
-    from usbyte.cli.report.scene import Scene
     from usbyte.planning.whatif import best_ddp
+    from usbyte.report import picture
+    from usbyte.report.scene import Scene
 
     job = _core.Profile.from_json(run.end["profile"])
     network = _core.NetworkModel.from_json(run.end["network"])

@@ -66,17 +66,17 @@ def report(
     shows only the prediction. The page loads nothing from elsewhere.
     """
     from usbyte import _core
-    from usbyte.cli.report import html, trace
-    from usbyte.cli.report.scene import Scene
     from usbyte.errors import UsageError
     from usbyte.planning import profiles
+    from usbyte.report import html, trace
+    from usbyte.report.scene import Scene
 
     named = profiles.file_of(profile) if profile is not None else None
     inputs = [plan, named, network_path, costs_path, trace_path]
     check_writable(output, png, inputs=inputs)
     if png is not None:
         from usbyte.cli import _figures
-        from usbyte.cli.report import picture
+        from usbyte.report import picture
 
         _figures.check_format(png)
     measured: trace.Measured | None = None

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from usbyte._util import units
-from usbyte.cli.report.scene import Bar, Scene
+from usbyte.report.scene import Bar, Scene
 
 _COLOURS = {"forward": "#8fb8de", "backward": "#4f81b5", "wait": "#d64545", "update": "#3d9a68"}
 _IN_FLIGHT = "#8b9099"

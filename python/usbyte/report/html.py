@@ -9,8 +9,8 @@ from importlib import resources
 from string import Template
 
 from usbyte._util.units import format_cost
-from usbyte.cli.report.scene import Bar, Lane, Scene
 from usbyte.planning.whatif import best_ddp
+from usbyte.report.scene import Bar, Lane, Scene
 
 _ROW, _GAP, _AXIS = 18, 10, 26  # Heights in pixels: row, gap between lanes, axis at the top.
 _NUMBERED = 0.012  # Bars wider than this share of the page show the number of their op.
@@ -23,7 +23,7 @@ def render(scene: Scene) -> str:
     for lane in lanes:
         tops.append(height)
         height += _ROW * len(lane.rows) + _GAP
-    source = resources.files("usbyte.cli.report").joinpath("report.html")
+    source = resources.files("usbyte.report").joinpath("report.html")
     template = Template(source.read_text("utf-8"))
     return template.substitute(
         title=escape(f"{scene.profile.model or 'job'}: {scene.plan.policy}"),

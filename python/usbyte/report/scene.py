@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from usbyte import _core
-from usbyte.cli.report.trace import Measured
+from usbyte.report.trace import Measured
 
 Kind = Literal["forward", "backward", "wait", "op", "update"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from usbyte import _core
-from usbyte.cli._traces import Span, not_a_trace, read_events, read_spans
 from usbyte.errors import Error, UsageError
+from usbyte.report.chrome_trace import Span, not_a_trace, read_events, read_spans
 
 #: Fields of a sparse op in the trace.
 _SUMS = (
