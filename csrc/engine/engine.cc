@@ -59,7 +59,7 @@ void Engine::begin_step(CudaStream stream) {
   if (s.outbox.has_records()) s.work.notify_one();
   s.outbox.begin_step();
   s.launches.begin_step();
-  const bool timed = s.options.timed || s.outbox.writer();
+  const bool timed = s.options.timed || s.outbox.records();
   if (s.device) s.on_device([&] { s.device->begin(stream, timed); });
 }
 
@@ -222,30 +222,40 @@ std::vector<std::pair<double, double>> Engine::op_times() const {
   return out;
 }
 
-void Engine::set_timeline(std::shared_ptr<TimelineWriter> writer) {
+void Engine::set_timelines(std::vector<std::shared_ptr<TimelineWriter>> writers) {
   State& s = *state_;
   MutexLock lock(s.mutex);
   if (s.launches.idle()) s.post_record();
-  s.outbox.set_posted();  // the new writer starts with the next step
+  s.outbox.set_posted();  // new writers start with the next step
   s.work.notify_all();
   while (s.outbox.has_records() || (s.outbox.has_device_records() && !s.faults.is_final()) ||
          s.outbox.busy()) {
     s.changed.wait(s.mutex);
   }
-  s.outbox.set_writer(std::move(writer));
+  s.outbox.set_writers(std::move(writers));
 }
 
 void Engine::record_update(const std::vector<int>& tensors, double start_s, double end_s) {
   State& s = *state_;
   MutexLock lock(s.mutex);
   for (int t : tensors) s.check_index(t);
-  if (s.outbox.writer()) s.launches.add_update(tensors, start_s, end_s);
+  if (s.outbox.records()) s.launches.add_update(tensors, start_s, end_s);
 }
 
 void Engine::record_update(const std::vector<int>& tensors, const Moment& start,
                            const Moment& end) {
   for (int t : tensors) state_->check_index(t);
   if (state_->device) state_->device->updated(tensors, start, end);
+}
+
+void Engine::record_pass(const std::string& name, double start_s, double end_s) {
+  State& s = *state_;
+  MutexLock lock(s.mutex);
+  if (s.outbox.records()) s.launches.add_pass(name, start_s, end_s);
+}
+
+void Engine::record_pass(const std::string& name, const Moment& start, const Moment& end) {
+  if (state_->device) state_->device->add_pass(name, start, end);
 }
 
 }  // namespace usbyte

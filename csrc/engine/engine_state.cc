@@ -364,21 +364,23 @@ void Engine::State::report_fault() {
 }
 
 void Engine::State::write_outbox() {
-  const std::shared_ptr<TimelineWriter> target = outbox.writer();
+  const TimelineOutbox::Writers targets = outbox.writers();
   const std::vector<StepRecord> records = outbox.begin_write();
-  std::string problem;
+  TimelineOutbox::Writers failed;
   {
     MutexUnlock unlocked(mutex);
-    try {
-      for (const StepRecord& r : records) {
-        if (target) target->write(events(r, plan));
+    std::vector<Timeline> timelines;
+    for (const StepRecord& r : records) timelines.push_back(events(r, plan));
+    for (const auto& target : targets) {
+      try {
+        for (const Timeline& timeline : timelines) target->write(timeline);
+      } catch (const Error& e) {
+        warn(std::string("timeline stopped: ") + e.what());
+        failed.push_back(target);
       }
-    } catch (const Error& e) {
-      problem = e.what();
     }
-    if (!problem.empty()) warn("timeline stopped: " + problem);
   }
-  outbox.end_write(problem.empty() ? nullptr : target);
+  outbox.end_write(failed);
   changed.notify_all();
 }
 

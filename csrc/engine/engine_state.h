@@ -156,7 +156,7 @@ void Engine::State::block_and_record(int tensor, const std::function<void()>& po
   if (done()) return;
   const double start = now_s();
   block(poll, done);
-  if (outbox.writer() && !device) launches.add_wait(tensor, start, now_s());
+  if (outbox.records() && !device) launches.add_wait(tensor, start, now_s());
 }
 
 }  // namespace usbyte

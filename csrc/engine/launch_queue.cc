@@ -41,6 +41,7 @@ void LaunchQueue::begin_step() {
   record_.waits.clear();
   record_.updates.clear();
   record_.sparse.clear();
+  record_.passes.clear();
 }
 
 void LaunchQueue::begin_ready(int tensor) {

@@ -5,6 +5,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -89,6 +90,9 @@ class LaunchQueue {
   }
   void add_update(const std::vector<int>& tensors, double start_s, double end_s) {
     record_.updates.push_back({tensors, {start_s, end_s}});
+  }
+  void add_pass(const std::string& name, double start_s, double end_s) {
+    record_.passes.push_back({name, {start_s, end_s}});
   }
   void add_traffic(int op, const SparseTraffic& traffic) { record_.sparse[op] = traffic; }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -13,18 +14,25 @@
 
 namespace usbyte {
 
-/// Records of steps on their way to the timeline's file, which the engine's thread writes. Those of
-/// a device become records of times once the device is through with their step. Not thread-safe.
+/// Records of steps on their way to the files of timelines, which the engine's thread writes. Those
+/// of a device become records of times once the device is through with their step. Not thread-safe.
 class TimelineOutbox {
  public:
-  const std::shared_ptr<TimelineWriter>& writer() const { return writer_; }
-  void set_writer(std::shared_ptr<TimelineWriter> writer) { writer_ = std::move(writer); }
+  using Writers = std::vector<std::shared_ptr<TimelineWriter>>;
+
+  const Writers& writers() const { return writers_; }
+  void set_writers(Writers writers) { writers_ = std::move(writers); }
+  /// Whether a timeline is recorded.
+  bool records() const { return !writers_.empty(); }
 
   /// A step begins, whose record is to be posted once.
   void begin_step() { posted_ = false; }
   bool posted() const { return posted_; }
-  /// Whether the record of `step` was not posted and belongs into the timeline.
-  bool wants(int64_t step) const { return !posted_ && writer_ && writer_->steps().contains(step); }
+  /// Whether the record of `step` was not posted and belongs into a timeline.
+  bool wants(int64_t step) const {
+    const auto has = [step](const auto& writer) { return writer->steps().contains(step); };
+    return !posted_ && std::ranges::any_of(writers_, has);
+  }
   void post(StepRecord record) { records_.push_back(std::move(record)); }
   void post(DeviceRecord record) { device_records_.push_back(std::move(record)); }
   /// The step's record was posted, or is not wanted.
@@ -35,14 +43,14 @@ class TimelineOutbox {
   /// Records have been taken and are not back, or written, yet.
   bool busy() const { return busy_; }
 
-  /// Takes all records, to be written; `end_write` follows. With a `failed` writer the timeline
-  /// ends, unless there is a new one.
+  /// Takes all records, to be written; `end_write` follows. The timelines of `failed` writers end.
   std::vector<StepRecord> begin_write() {
     busy_ = true;
     return std::exchange(records_, {});
   }
-  void end_write(const std::shared_ptr<TimelineWriter>& failed) {
-    if (failed && writer_ == failed) writer_.reset();
+  void end_write(const Writers& failed) {
+    const auto has_failed = [&](const auto& w) { return std::ranges::count(failed, w) > 0; };
+    std::erase_if(writers_, has_failed);
     busy_ = false;
   }
 
@@ -59,7 +67,7 @@ class TimelineOutbox {
   }
 
  private:
-  std::shared_ptr<TimelineWriter> writer_;
+  Writers writers_;
   std::vector<StepRecord> records_;
   std::deque<DeviceRecord> device_records_;
   bool posted_ = true;

@@ -176,11 +176,11 @@ void register_engine(py::module_& m) {
           },
           "(launched, completed) of every op of the current step; 0 where it has not.")
       .def(
-          "set_timeline",
-          [](const PyEngine& e, std::shared_ptr<TimelineWriter> writer) {
-            unlocked(e, [&](Engine& engine) { engine.set_timeline(std::move(writer)); });
+          "set_timelines",
+          [](const PyEngine& e, std::vector<std::shared_ptr<TimelineWriter>> writers) {
+            unlocked(e, [&](Engine& engine) { engine.set_timelines(std::move(writers)); });
           },
-          py::arg("writer"))
+          py::arg("writers"))
       .def(
           "record_update",
           [](const PyEngine& e, const std::vector<int>& tensors, double start_s, double end_s) {
@@ -191,7 +191,19 @@ void register_engine(py::module_& m) {
           "record_update",
           [](const PyEngine& e, const std::vector<int>& tensors, const Moment& start,
              const Moment& end) { e.get()->record_update(tensors, start, end); },
-          py::arg("tensors"), py::arg("start"), py::arg("end"));
+          py::arg("tensors"), py::arg("start"), py::arg("end"))
+      .def(
+          "record_pass",
+          [](const PyEngine& e, const std::string& name, double start_s, double end_s) {
+            e.get()->record_pass(name, start_s, end_s);
+          },
+          py::arg("name"), py::arg("start_s"), py::arg("end_s"))
+      .def(
+          "record_pass",
+          [](const PyEngine& e, const std::string& name, const Moment& start, const Moment& end) {
+            e.get()->record_pass(name, start, end);
+          },
+          py::arg("name"), py::arg("start"), py::arg("end"));
 }
 
 void register_timeline(py::module_& m) {

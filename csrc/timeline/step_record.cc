@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "usbyte/step_record.h"
 
+#include <algorithm>
+#include <ranges>
+
 namespace usbyte {
 namespace {
 
@@ -26,6 +29,15 @@ Timeline events(const StepRecord& record, const Plan& plan) {
                                          : plan.tensors()[static_cast<size_t>(t)].name;
   };
   Timeline out;
+  if (!record.passes.empty()) {
+    const double first = std::ranges::min(
+        record.passes | std::views::transform([](const auto& pass) { return pass.second.first; }));
+    const std::string label = "step " + std::to_string(record.step);
+    out.push_back({Kind::step, record.step, first, first, label});
+  }
+  for (const auto& [name, span] : record.passes) {
+    out.push_back({Kind::compute, record.step, span.first, span.second, name});
+  }
   for (size_t i = 0; i < record.done_s.size(); ++i) {
     if (record.done_s[i] == 0) continue;
     const std::string label = plan.describe(static_cast<int>(i));

@@ -19,7 +19,8 @@
 namespace usbyte {
 namespace {
 
-constexpr std::array<const char*, 4> kKinds = {"queue", "communication", "wait", "update"};
+constexpr std::array<const char*, Event::kKinds> kKinds = {"step",          "compute", "queue",
+                                                           "communication", "wait",    "update"};
 constexpr size_t kRowsPerKind = 100'000;  // thread ids of a kind's rows: kind * this + row
 constexpr std::string_view kClosing = "]\n";
 
@@ -118,10 +119,13 @@ void TimelineWriter::write(const Timeline& events) {
       row = rows.insert(row, end);
     }
     *row = end;
-    text += ",{\"name\":" + quoted(e->label) + ",\"cat\":\"" + kKinds[kind] +
-            "\",\"ph\":\"X\",\"ts\":" + microseconds(start + nanoseconds(to_wall_s_)) +
-            ",\"dur\":" + microseconds(end - start) + ",\"pid\":" + std::to_string(rank_) +
-            ",\"tid\":" + std::to_string(tid) + ",\"args\":{\"step\":" + std::to_string(e->step) +
+    const std::string phase = e->kind == Event::Kind::step
+                                  ? "\"i\",\"s\":\"t\""  // an instant on its row
+                                  : "\"X\",\"dur\":" + microseconds(end - start);
+    text += ",{\"name\":" + quoted(e->label) + ",\"cat\":\"" + kKinds[kind] + "\",\"ph\":" + phase +
+            ",\"ts\":" + microseconds(start + nanoseconds(to_wall_s_)) +
+            ",\"pid\":" + std::to_string(rank_) + ",\"tid\":" + std::to_string(tid) +
+            ",\"args\":{\"step\":" + std::to_string(e->step) +
             ",\"bytes\":" + std::to_string(e->bytes);
     for (const auto& [name, value] : e->numbers) {
       text += "," + quoted(name) + ":" + nlohmann::json(value).dump();

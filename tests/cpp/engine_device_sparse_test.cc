@@ -388,7 +388,7 @@ TEST(EngineDeviceSparse, TellsTheDevicesTimes) {
   EngineOptions options;
   options.timed = true;
   SparseRig rig(options);
-  rig.engine->set_timeline(std::make_shared<TimelineWriter>(path, 0, StepRange{}));
+  rig.engine->set_timelines({std::make_shared<TimelineWriter>(path, 0, StepRange{})});
   const double start = now_s();
   rig.cuda->delay(rig.compute, 0.05);
   rig.backward();
@@ -401,7 +401,7 @@ TEST(EngineDeviceSparse, TellsTheDevicesTimes) {
     EXPECT_GE(ops[op].first, ready[1] - 1e-3);
     EXPECT_GE(ops[op].second, ops[op].first);
   }
-  rig.engine->set_timeline(nullptr);
+  rig.engine->set_timelines({});
   int sparse = 0;
   for (const auto& event : nlohmann::json::parse(std::ifstream(path))) {
     if (event["ph"] != "X" || event["cat"] != "communication") continue;

@@ -506,20 +506,22 @@ TEST(EngineOnDevice, WritesTheDevicesTimesToTheTimeline) {
     DeviceRig rig(plan_of(2));
     DeviceClock clock(rig.cuda);
     rig.communicator.takes_s = 0.02;
-    rig.engine->set_timeline(std::make_shared<TimelineWriter>(path, 0, StepRange{}));
+    rig.engine->set_timelines({std::make_shared<TimelineWriter>(path, 0, StepRange{})});
     for (int step = 0; step < 2; ++step) {
       rig.backward();
       rig.engine->wait(0, {}, rig.compute);
       const Moment start = clock.mark(rig.compute);
       rig.cuda->delay(rig.compute, 0.01);
       rig.engine->record_update({0}, start, clock.mark(rig.compute));
+      rig.engine->record_pass("backward", start, clock.mark(rig.compute));
       rig.engine->drain({}, rig.compute);
     }
     rig.engine->begin_step(rig.compute);
-    rig.engine->set_timeline(nullptr);
+    rig.engine->set_timelines({});
   }
-  int ops = 0, waits = 0, waits_for_all = 0, updates = 0;
+  int ops = 0, waits = 0, waits_for_all = 0, updates = 0, passes = 0, marks = 0;
   for (const auto& event : nlohmann::json::parse(std::ifstream(path))) {
+    marks += event["ph"] == "i";
     if (event["ph"] != "X") continue;
     const std::string kind = event["cat"];
     if (kind == "communication") {
@@ -532,11 +534,18 @@ TEST(EngineOnDevice, WritesTheDevicesTimesToTheTimeline) {
       ++updates;
       EXPECT_GE(event["dur"].get<double>(), 9e3);
     }
+    if (kind == "compute") {
+      ++passes;
+      EXPECT_EQ(event["name"], "backward");
+      EXPECT_GE(event["dur"].get<double>(), 9e3);
+    }
   }
   EXPECT_EQ(ops, 4);
   EXPECT_EQ(waits, 1);
   EXPECT_EQ(waits_for_all, 2);
   EXPECT_EQ(updates, 2);
+  EXPECT_EQ(passes, 2);
+  EXPECT_EQ(marks, 2);
 }
 
 }  // namespace

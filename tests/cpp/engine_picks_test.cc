@@ -139,7 +139,7 @@ TEST(EnginePicks, TheTimelineTellsOfThem) {
   {
     Engine engine(two_ops("zen"), reinterpret_cast<std::byte*>(flat_buffer.data()), *communicator,
                   options);
-    engine.set_timeline(std::make_shared<TimelineWriter>(path, 0, StepRange::parse("0:9")));
+    engine.set_timelines({std::make_shared<TimelineWriter>(path, 0, StepRange::parse("0:9"))});
     step(engine);
     engine.drain();
     EXPECT_EQ(std::count(flat_buffer.begin(), flat_buffer.begin() + 64, 1.0F), 16);

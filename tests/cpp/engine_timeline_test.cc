@@ -2,8 +2,10 @@
 #include "usbyte/engine.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -27,8 +29,9 @@ class EngineTimeline : public testing::Test {
     return std::make_shared<TimelineWriter>(path_, 0, StepRange::parse(steps));
   }
   // Number of events by kind and step, as "queue 2".
-  std::map<std::string, int> counts() const {
-    std::ifstream in(path_);
+  std::map<std::string, int> counts() const { return counts(path_); }
+  static std::map<std::string, int> counts(const std::string& path) {
+    std::ifstream in(path);
     std::map<std::string, int> out;
     for (const json& e : json::parse(in)) {
       if (e.at("ph") != "X") continue;
@@ -53,9 +56,9 @@ class EngineTimeline : public testing::Test {
 
 TEST_F(EngineTimeline, RecordsTheStepsInRange) {
   Rig rig(plan_of(3));
-  rig->set_timeline(writer("2:4"));
+  rig->set_timelines({writer("2:4")});
   for (int i = 1; i <= 5; ++i) step(rig, i);
-  rig->set_timeline(nullptr);
+  rig->set_timelines({});
   EXPECT_EQ(counts(), (std::map<std::string, int>{{"communication 2", 3},
                                                   {"communication 3", 3},
                                                   {"wait 2", 1},
@@ -68,7 +71,7 @@ TEST_F(EngineTimeline, RecordsTheStepsInRange) {
 
 TEST_F(EngineTimeline, RecordsAWaitForAllGradients) {
   Rig rig(plan_of(3));
-  rig->set_timeline(writer(":"));
+  rig->set_timelines({writer(":")});
   int op = 0;
   const auto complete_step = [&](int number) {
     while (op < 3 * number) rig.complete(op++);
@@ -78,7 +81,7 @@ TEST_F(EngineTimeline, RecordsAWaitForAllGradients) {
   rig.backward();
   complete_step(2);
   rig->drain();  // has nothing to wait for
-  rig->set_timeline(nullptr);
+  rig->set_timelines({});
   const auto recorded = counts();
   EXPECT_EQ(recorded.at("wait 1"), 1);
   EXPECT_FALSE(recorded.contains("wait 2"));
@@ -87,9 +90,9 @@ TEST_F(EngineTimeline, RecordsAWaitForAllGradients) {
 TEST_F(EngineTimeline, BeginsWithTheNextStepAndEndsWithTheLastCompleteOne) {
   Rig rig(plan_of(3));
   step(rig, 1);
-  rig->set_timeline(writer(":"));
+  rig->set_timelines({writer(":")});
   step(rig, 2);
-  rig->set_timeline(nullptr);
+  rig->set_timelines({});
   step(rig, 3);
   const auto recorded = counts();
   EXPECT_FALSE(recorded.contains("communication 1"));
@@ -98,9 +101,91 @@ TEST_F(EngineTimeline, BeginsWithTheNextStepAndEndsWithTheLastCompleteOne) {
   EXPECT_FALSE(recorded.contains("communication 3"));
 }
 
+TEST_F(EngineTimeline, MarksAStepWhereItsFirstPassBegins) {
+  Rig rig(plan_of(3));
+  rig->set_timelines({writer("2:4")});
+  for (int i = 1; i <= 3; ++i) {
+    const double begin_s = now_s();  // before the engine's step
+    step(rig, i);
+    rig->record_pass("backward", begin_s + 1e-3, begin_s + 2e-3);
+    rig->record_pass("forward", begin_s, begin_s + 1e-3);
+  }
+  rig->set_timelines({});
+  EXPECT_EQ(counts().at("compute 2"), 2);
+  EXPECT_EQ(counts().at("compute 3"), 2);
+  std::map<std::string, double> begins;  // by name
+  std::vector<std::string> marks;
+  std::ifstream in(path_);
+  for (const json& e : json::parse(in)) {
+    if (e.at("ph") == "i") marks.push_back(e.at("name"));
+    if (e.at("ph") != "M" && e.at("args").at("step") == 2) begins[e.at("name")] = e.at("ts");
+  }
+  EXPECT_EQ(marks, (std::vector<std::string>{"step 2", "step 3"}));
+  EXPECT_EQ(begins.at("step 2"), begins.at("forward"));
+  EXPECT_NEAR(begins.at("backward") - begins.at("forward"), 1e3, 0.01);  // microseconds
+}
+
+TEST_F(EngineTimeline, RecordsSeveralTimelinesThatBeginAndEndByThemselves) {
+  const std::string other = path_ + "_other";
+  {
+    Rig rig(plan_of(3));
+    const auto whole = writer(":");
+    rig->set_timelines({whole});
+    step(rig, 1);
+    rig->set_timelines({whole, std::make_shared<TimelineWriter>(other, 0, StepRange{})});
+    step(rig, 2);
+    rig->set_timelines({whole});
+    step(rig, 3);
+  }
+  EXPECT_EQ(counts(), (std::map<std::string, int>{{"communication 1", 3},
+                                                  {"communication 2", 3},
+                                                  {"communication 3", 3},
+                                                  {"wait 1", 1},
+                                                  {"wait 2", 1},
+                                                  {"wait 3", 1},
+                                                  {"queue 1", 3},
+                                                  {"queue 2", 3},
+                                                  {"queue 3", 3},
+                                                  {"update 1", 1},
+                                                  {"update 2", 1},
+                                                  {"update 3", 1}}));
+  EXPECT_EQ(counts(other),
+            (std::map<std::string, int>{
+                {"communication 2", 3}, {"wait 2", 1}, {"queue 2", 3}, {"update 2", 1}}));
+  std::filesystem::remove(other);
+}
+
+TEST_F(EngineTimeline, GoesOnWhenAnotherTimelineFails) {
+  const std::string other = path_ + "_other";
+  const auto full = std::make_shared<TimelineWriter>(other, 0, StepRange{});
+  full->write(Timeline(100, {Event::Kind::wait, 1, 1, 2, "a"}));
+  std::vector<std::string> warnings;
+  EngineOptions options;
+  options.on_warning = [&](const std::string& text) { warnings.push_back(text); };
+  // A file size limit stands in for a full disk. The other file is far below it.
+  rlimit old{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &old), 0);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  rlimit small = old;
+  small.rlim_cur = std::filesystem::file_size(other) + 10;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  {
+    Rig rig(plan_of(3), options);
+    rig->set_timelines({full, writer(":")});
+    step(rig, 1);
+    step(rig, 2);
+  }
+  setrlimit(RLIMIT_FSIZE, &old);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_EQ(counts().at("communication 2"), 3);
+  ASSERT_EQ(warnings.size(), 1U);
+  EXPECT_NE(warnings[0].find(other), std::string::npos) << warnings[0];
+  std::filesystem::remove(other);
+}
+
 TEST_F(EngineTimeline, HoldsTheLastStepWhenTheEngineEnds) {
   Rig rig(plan_of(3));
-  rig->set_timeline(writer(":"));
+  rig->set_timelines({writer(":")});
   step(rig, 1);
   rig.engine.reset();
   EXPECT_EQ(counts().at("communication 1"), 3);
@@ -108,7 +193,7 @@ TEST_F(EngineTimeline, HoldsTheLastStepWhenTheEngineEnds) {
 
 TEST_F(EngineTimeline, HoldsWhatHappenedBeforeAFault) {
   Rig rig(plan_of(3));
-  rig->set_timeline(writer(":"));
+  rig->set_timelines({writer(":")});
   rig.backward();
   rig.complete(0);
   rig.fail_op(1, "connection reset");

@@ -99,7 +99,7 @@ TEST_F(TimelineFile, IsValidFromTheStartAndAfterEachWrite) {
     for (int64_t i = random(0, 20); i > 0; --i) {
       const double start = static_cast<double>(step) + static_cast<double>(random(0, 99)) / 100;
       const double duration = static_cast<double>(random(0, 50)) / 100;
-      timeline.push_back(event(static_cast<Kind>(random(0, 3)), step, start, start + duration));
+      timeline.push_back(event(static_cast<Kind>(random(1, 5)), step, start, start + duration));
     }
     writer.write(timeline);
     written += timeline.size();
@@ -128,6 +128,21 @@ TEST_F(TimelineFile, CarriesKindTimesStepBytesAndNumbers) {
   EXPECT_EQ(text().find("e+"), std::string::npos) << "time stamps must not have exponents";
 }
 
+TEST_F(TimelineFile, ShowsAStepAsAnInstant) {
+  const double start = now_s();
+  TimelineWriter writer(path_, 2, {});
+  writer.write({event(Kind::step, 7, start, start, "step 7"),
+                event(Kind::compute, 7, start, start + 0.01, "forward")});
+  EXPECT_EQ(events("X").size(), 1U);
+  const json e = events("i").at(0);
+  EXPECT_EQ(e.at("name"), "step 7");
+  EXPECT_EQ(e.at("cat"), "step");
+  EXPECT_EQ(e.at("s"), "t");
+  EXPECT_EQ(e.at("args").at("step"), 7);
+  EXPECT_EQ(e.at("ts"), events("X").at(0).at("ts"));
+  EXPECT_FALSE(e.contains("dur"));
+}
+
 TEST_F(TimelineFile, GivesEachKindANamedThread) {
   TimelineWriter writer(path_, 0, {});
   for (int64_t step = 0; step < 3; ++step) {
@@ -135,16 +150,18 @@ TEST_F(TimelineFile, GivesEachKindANamedThread) {
     writer.write({event(Kind::queue, step, at, at + 0.1), event(Kind::wait, step, at, at + 0.1),
                   event(Kind::communication, step, at + 0.1, at + 0.2),
                   event(Kind::communication, step, at + 0.2, at + 0.3),
-                  event(Kind::update, step, at + 0.5, at + 0.6)});
+                  event(Kind::update, step, at + 0.5, at + 0.6),
+                  event(Kind::compute, step, at, at + 0.4), event(Kind::step, step, at, at)});
   }
   std::map<std::string, std::set<int64_t>> threads;
   for (const json& e : events("X")) threads[e.at("cat")].insert(e.at("tid").get<int64_t>());
-  ASSERT_EQ(threads.size(), 4U);
+  for (const json& e : events("i")) threads[e.at("cat")].insert(e.at("tid").get<int64_t>());
+  ASSERT_EQ(threads.size(), Event::kKinds);
   std::map<int64_t, std::string> names;
   for (const json& e : events("M")) {
     if (e.at("name") == "thread_name") names[e.at("tid")] = e.at("args").at("name");
   }
-  EXPECT_EQ(names.size(), 4U);
+  EXPECT_EQ(names.size(), Event::kKinds);
   for (const auto& [kind, tids] : threads) {
     ASSERT_EQ(tids.size(), 1U) << kind;
     EXPECT_EQ(names[*tids.begin()], kind);

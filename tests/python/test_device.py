@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -157,6 +158,9 @@ def timelines(rank, size, folder):
     assert all(e["dur"] > 0 for e in ops)
     updates = [e for e in events if e["cat"] == "update"]
     assert {"0.weight", "5.weight"} <= {name for e in updates for name in e["name"].split(", ")}
+    passes = [e for e in events if e["cat"] == "compute"]
+    assert [e["name"] for e in passes] == 2 * ["forward", "backward"]  # the last is in flight
+    assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(passes))
     # An update comes behind the ops that bring its gradients.
     by_step = {e["args"]["step"] for e in updates}
     for k in by_step:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -45,11 +48,8 @@ def test_a_range_of_steps_with_names(tmp_path):
         assert {e["pid"] for e in spans} == {rank}
         assert all(e["dur"] >= 0 for e in spans)
         kinds = {e["cat"] for e in spans}
-        assert (
-            {"queue", "communication", "update"}
-            <= kinds
-            <= {"queue", "communication", "wait", "update"}
-        )
+        must = {"compute", "queue", "communication", "update"}
+        assert must <= kinds <= must | {"wait"}
         communication = [e for e in spans if e["cat"] == "communication"]
         # Each weight of 262,144 bytes goes in three parts, in each of three steps.
         assert sum("0.weight" in e["name"] for e in communication) == 9
@@ -95,6 +95,171 @@ def test_each_plan_is_described(tmp_path, full):
     else:  # the warm-up has plans of its own
         assert len(set(told)) >= 3
         assert told[-1] == plan
+
+
+class Hidden:
+    """An output in which no tensor is found."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Hides(nn.Linear):
+    def forward(self, x):
+        return Hidden(super().forward(x))
+
+
+class Raises(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        raise ValueError("no output")
+
+
+def layers(kind):
+    torch.manual_seed(0)
+    if kind == "scripted":
+        return torch.jit.script(nn.Linear(64, 64))
+    if kind == "hidden":
+        return Hides(64, 64)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+
+def records_passes(rank, size, path, overlap, kind, accumulates):
+    ub.init()
+    model = layers(kind)
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), policy="ddp",
+        overlap=overlap,
+    )  # fmt: skip
+
+    def loss():
+        output = model(torch.ones(2, 64))
+        return (output.value if kind == "hidden" else output).sum().mul(1e-6)
+
+    for step in range(10):
+        if step == 4:
+            ub.start_timeline(path)
+        opt.zero_grad()
+        if overlap == "backward":  # else it would apply the updates
+            with torch.no_grad():
+                loss()  # no part of a step
+        if accumulates:
+            with opt.no_sync():
+                loss().backward()
+        loss().backward()
+        opt.step()
+    ub.shutdown()
+
+
+def recorded(path):
+    """The events of each step that a timeline has, by kind."""
+    steps = {}
+    for event in json.loads(path.read_text()):
+        if event["ph"] in ("X", "i"):
+            event["end"] = event["ts"] + event.get("dur", 0)
+            kinds = steps.setdefault(event["args"]["step"], {})
+            kinds.setdefault(event["cat"], []).append(event)
+    return steps
+
+
+LATE = 0.01  # time stamps are rounded to nanoseconds, and then are floats of microseconds
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_passes_of_each_step(tmp_path, overlap):
+    path = tmp_path / "trace.json"
+    env = {"USBYTE_LEARNING_STEPS": "2"}
+    run_ranks(2, records_passes, str(path), overlap, "plain", False, env=env, timeout=60)
+    steps = recorded(path)
+    assert sorted(steps) == [5, 6, 7, 8, 9, 10]
+    for number, step in steps.items():
+        forward, backward = step["compute"]
+        assert (forward["name"], backward["name"]) == ("forward", "backward")
+        assert forward["end"] <= backward["ts"] + LATE
+        [mark] = step["step"]
+        assert mark["name"] == f"step {number}"
+        assert mark["ts"] == pytest.approx(forward["ts"], abs=LATE)
+        for op in step["queue"]:  # gradients are ready in backward, flags at its end
+            assert backward["ts"] <= op["ts"] + LATE
+            assert "usbyte.used" in op["name"] or op["ts"] <= backward["end"] + LATE
+        if number < 10:
+            following, _ = steps[number + 1]["compute"]
+            assert backward["end"] <= following["ts"] + LATE
+            assert all(op["ts"] <= following["ts"] + LATE for op in step["queue"])
+            if overlap == "forward":  # each update comes with its layer in the next forward pass
+                assert step["update"]
+                for update in step["update"]:
+                    assert following["ts"] - LATE <= update["ts"]
+                    assert update["end"] <= following["end"] + LATE
+            else:
+                assert "update" not in step
+                ends = [op["end"] for op in step["communication"]]
+                assert max(ends) <= following["ts"] + LATE
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulates", "names"),
+    [
+        ("plain", True, ["forward", "backward", "forward", "backward"]),
+        ("hidden", False, ["forward", "backward"]),
+        ("scripted", False, ["backward"]),
+    ],
+)
+def test_passes_that_are_known(tmp_path, kind, accumulates, names):
+    path = tmp_path / "trace.json"
+    run_ranks(2, records_passes, str(path), "backward", kind, accumulates, timeout=60)
+    for step in recorded(path).values():
+        assert [event["name"] for event in step["compute"]] == names
+        assert all(a["end"] <= b["ts"] + LATE for a, b in pairwise(step["compute"]))
+        assert step["step"][0]["ts"] == pytest.approx(step["compute"][0]["ts"], abs=LATE)
+
+
+def leaves_no_hooks(rank, size, path):
+    ub.init()
+    model = layers("plain")
+    broken = Raises(model)
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), overlap="backward"
+    )
+
+    def step():
+        opt.zero_grad()
+        model(torch.ones(2, 64)).sum().mul(1e-6).backward()
+        opt.step()
+
+    def hooks(module):
+        return len(module._forward_pre_hooks) + len(module._forward_hooks)
+
+    for _ in range(7):
+        step()
+    assert hooks(model) == 0
+    ub.start_timeline(path)
+    assert hooks(model) == (2 if rank == 0 else 0)
+    with pytest.raises(ValueError, match="no output"):
+        broken(torch.ones(2, 64))
+    step()
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
+        other(torch.ones(2, 64)).sum().backward()  # is not recorded
+    step()
+    ub.stop_timeline()
+    assert hooks(model) == 0
+    step()
+    ub.shutdown()
+
+
+def test_hooks_are_there_only_while_a_timeline_is_recorded(tmp_path):
+    path = tmp_path / "trace.json"
+    run_ranks(2, leaves_no_hooks, str(path), timeout=60)
+    steps = recorded(path)
+    assert sorted(steps) == [8, 9]
+    for step in steps.values():
+        assert [event["name"] for event in step["compute"]] == ["forward", "backward"]
 
 
 def test_a_killed_rank_leaves_valid_json(tmp_path):

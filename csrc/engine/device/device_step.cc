@@ -31,7 +31,8 @@ bool DeviceRecord::passed(DeviceClock& clock) const {
     return over(entry.second.first) && over(entry.second.second);
   };
   return std::ranges::all_of(done, over) && std::ranges::all_of(ready, over) &&
-         std::ranges::all_of(waits, both_over) && std::ranges::all_of(updates, both_over);
+         std::ranges::all_of(waits, both_over) && std::ranges::all_of(updates, both_over) &&
+         std::ranges::all_of(passes, both_over);
 }
 
 StepRecord DeviceRecord::resolve(DeviceClock& clock) const {
@@ -51,6 +52,9 @@ StepRecord DeviceRecord::resolve(DeviceClock& clock) const {
   }
   for (const auto& [tensors, span] : updates) {
     out.updates.push_back({tensors, {seconds(clock, span.first), seconds(clock, span.second)}});
+  }
+  for (const auto& [name, span] : passes) {
+    out.passes.push_back({name, {seconds(clock, span.first), seconds(clock, span.second)}});
   }
   return out;
 }
@@ -293,6 +297,11 @@ bool DeviceStep::ends_within(double seconds) {
 void DeviceStep::updated(std::vector<int> tensors, Moment start, Moment end) {
   MutexLock lock(mutex_);
   if (timed_) record_.updates.push_back({std::move(tensors), {std::move(start), std::move(end)}});
+}
+
+void DeviceStep::add_pass(std::string name, Moment start, Moment end) {
+  MutexLock lock(mutex_);
+  if (timed_) record_.passes.push_back({std::move(name), {std::move(start), std::move(end)}});
 }
 
 DeviceRecord DeviceStep::record() const {

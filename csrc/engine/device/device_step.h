@@ -27,7 +27,8 @@ struct DeviceRecord {
   std::vector<Moment> queued, launched, done;                    // by op
   std::vector<std::pair<int, std::pair<Moment, Moment>>> waits;  // by tensor, or kEveryTensor
   std::vector<std::pair<std::vector<int>, std::pair<Moment, Moment>>> updates;
-  std::map<int, SparseTraffic> sparse;  // by op
+  std::map<int, SparseTraffic> sparse;                                    // by op
+  std::vector<std::pair<std::string, std::pair<Moment, Moment>>> passes;  // by name
 
   /// Everything that was recorded has passed.
   bool passed(DeviceClock& clock) const;
@@ -96,6 +97,8 @@ class DeviceStep {
 
   /// Adds an update to the record.
   void updated(std::vector<int> tensors, Moment start, Moment end);
+  /// Adds a forward or backward pass to the record.
+  void add_pass(std::string name, Moment start, Moment end);
   DeviceRecord record() const;
   DeviceClock& clock() { return clock_; }
 

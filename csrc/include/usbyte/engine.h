@@ -152,12 +152,18 @@ class Engine {
   /// for when the step is drained.
   std::vector<std::pair<double, double>> op_times() const;
 
-  /// Records from the next step on; nullptr stops and writes out what is complete.
-  void set_timeline(std::shared_ptr<TimelineWriter> writer);
+  /// Records from the next step on, into each of `writers`; writes out what is complete. Without
+  /// any, it records no more. Between two steps, nothing is lost for a writer that stays.
+  void set_timelines(std::vector<std::shared_ptr<TimelineWriter>> writers);
   /// Adds the time a layer's update took to the timeline. `tensors` name it.
   void record_update(const std::vector<int>& tensors, double start_s, double end_s);
   /// The same on a device.
   void record_update(const std::vector<int>& tensors, const Moment& start, const Moment& end);
+  /// Adds a "forward" or "backward" pass of the current step to the timeline; it may have begun
+  /// before the step did.
+  void record_pass(const std::string& name, double start_s, double end_s);
+  /// The same on a device.
+  void record_pass(const std::string& name, const Moment& start, const Moment& end);
 
  private:
   struct State;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -24,9 +25,11 @@ struct StepRecord {
   std::vector<std::pair<int, Interval>> waits;                 // by tensor, or kEveryTensor
   std::vector<std::pair<std::vector<int>, Interval>> updates;  // by tensors updated
   std::map<int, SparseTraffic> sparse;                         // by op that is sparse
+  std::vector<std::pair<std::string, Interval>> passes = {};   // by name: "forward", "backward"
 };
 
-/// The events of the record's completed ops, its waits and updates.
+/// The events of the record's completed ops, its waits, updates and passes. The step begins with
+/// the first pass.
 Timeline events(const StepRecord& record, const Plan& plan);
 
 }  // namespace usbyte

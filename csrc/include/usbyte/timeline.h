@@ -16,17 +16,20 @@ namespace usbyte {
 /// Seconds on the steady clock; the time base of every measurement.
 double now_s();
 
-/// What happened to one block or layer. An op is `queued` from the moment its gradients were ready
-/// until it was launched, then in `communication`; a `wait` is the training
-/// thread, or its stream, waiting for gradients; an `update` is the deferred optimizer step.
+/// What happened in a step. A `step` event marks its beginning and has no length; a `compute` event
+/// is a forward or backward pass. An op is `queued` from the moment its gradients were ready until
+/// it was launched, then in `communication`; a `wait` is the training thread, or its stream,
+/// waiting for gradients; an `update` is the deferred optimizer step.
 struct Event {
-  enum class Kind : uint8_t { queue, communication, wait, update };
+  /// In the order of their rows in a trace.
+  enum class Kind : uint8_t { step, compute, queue, communication, wait, update };
+  static constexpr size_t kKinds = 6;
 
   Kind kind;
   int64_t step;
   double start_s;
   double end_s;
-  std::string label;  ///< op and parameter names
+  std::string label;  ///< names of the step, the pass, the op or the parameters
   int64_t bytes = 0;
   std::vector<std::pair<std::string, double>> numbers = {};  ///< more about it, by name
 };
@@ -73,7 +76,7 @@ class TimelineWriter {
   StepRange steps_;
   double to_wall_s_;  // wall clock minus steady clock
   // By kind, for each row (Chrome thread) of it in the trace: where its last event ends.
-  std::array<std::vector<int64_t>, 4> row_end_ns_;
+  std::array<std::vector<int64_t>, Event::kKinds> row_end_ns_;
 };
 
 }  // namespace usbyte

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import _ops
 from torch.autograd import Variable
 from torch.optim import optimizer as _optimizer
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, _pytree
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -64,6 +64,11 @@ def gradient_hooks(param: torch.Tensor) -> Iterator[Any]:
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copies tensors in one call; torch's optimizers use the same function."""
     torch._foreach_copy_(targets, sources)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in tuples, lists, dictionaries and whatever else torch's trees have."""
+    return (leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 # Autograd.
@@ -222,6 +227,13 @@ def _must(condition: bool) -> bool:
     return condition
 
 
+def _check_trees() -> None:
+    tensors = [torch.zeros(1, dtype=torch.float32, device="cpu") for _ in range(2)]
+    found = list(tensors_in({"a": (tensors[0], "text"), "b": [3, tensors[1]]}))
+    assert all(map(torch.Tensor.is_set_to, found, tensors))
+    assert len(found) == 2
+
+
 def _check_backward() -> None:
     param = torch.zeros(2, dtype=torch.float32, device="cpu", requires_grad=True)
     seen: list[int] = []
@@ -278,6 +290,7 @@ _CHECKS = {
     "version counters": _check_versions,
     "users of a storage": _check_storage_uses,
     "torch.func tensors": _check_functorch,
+    "trees of tensors": _check_trees,
     "backward passes": _check_backward,
     "modes": _check_modes,
     "optimizer hooks": _check_optimizers,

@@ -12,6 +12,7 @@ from usbyte.torch.optimizer.hyperparam_sync import HyperparamSync
 from usbyte.torch.optimizer.overlap.decision import OverlapDecision
 from usbyte.torch.optimizer.overlap.eligibility import ScriptObserver
 from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
+from usbyte.torch.optimizer.overlap.pass_recorder import PassRecorder
 from usbyte.torch.optimizer.step_warnings import StepWarnings
 from usbyte.torch.optimizer.update_applier import UpdateApplier
 from usbyte.torch.plan.job import Settings
@@ -32,6 +33,7 @@ class BackwardDriver:
         decision: Says whether updates are deferred.
         observer: Records how the script uses parameters and gradients.
         forward_hooks: Records when parameters are used.
+        passes: Records forward and backward passes for the timeline.
         warnings: Logs what the script should change.
 
     Attributes:
@@ -51,13 +53,14 @@ class BackwardDriver:
         decision: OverlapDecision,
         observer: ScriptObserver,
         forward_hooks: ForwardPreHooks,
+        passes: PassRecorder,
         warnings: StepWarnings,
     ) -> None:
         self._names, self._settings = names, settings
         self._reducer, self._sender, self._applier = reducer, reducer.sender, applier
         self._update_guard, self._drop_shards, self._joined = update_guard, drop_shards, joined
         self._decision, self._observer = decision, observer
-        self._forward_hooks, self._warnings = forward_hooks, warnings
+        self._forward_hooks, self._passes, self._warnings = forward_hooks, passes, warnings
         self._sync = True
         self._in_pass = False  # whether a backward pass with sync runs
         self._backward_id = -1  # number of the last pass that has begun
@@ -117,6 +120,7 @@ class BackwardDriver:
         if self._sync or current != self._backward_id:
             self._backward_id = current
             self._check_not_captured()
+            self._passes.begin_backward()
             self._sender.missed = self._prepare(i)
             if i in self._sender.missed:
                 raise self._missed_use(i)

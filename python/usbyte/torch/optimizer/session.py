@@ -361,7 +361,7 @@ class OptimizerParticipant:
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
         """Records into `writer` from the next step on; None stops."""
         if (controller := self._session.live) is not None:
-            controller.executor.set_timeline(writer)
+            controller.executor.timelines.set_script(writer)
 
     def block_reads(self, verdict: str) -> None:
         """After a fault: blocks reads of parameters until `apply_decision`."""

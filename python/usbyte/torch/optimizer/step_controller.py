@@ -31,6 +31,7 @@ from usbyte.torch.optimizer.overlap.decision import OverlapDecision
 from usbyte.torch.optimizer.overlap.deferred_updates import DeferredUpdates
 from usbyte.torch.optimizer.overlap.eligibility import ScriptObserver
 from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
+from usbyte.torch.optimizer.overlap.pass_recorder import PassRecorder
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.optimizer.sharded import ShardedUpdates, check_step_own
 from usbyte.torch.optimizer.sharded_steps import ShardedSteps
@@ -107,6 +108,7 @@ class StepController:
             connector.device,
             partial(check_module, named=dict(zip(params, names, strict=True))),
         )
+        self._passes = PassRecorder(connector.device, self._forward_hooks.root_modules)
         self.overlap = OverlapDecision(
             rank_group, settings, planner, self._observer, self._forward_hooks, self._warnings
         )
@@ -122,6 +124,7 @@ class StepController:
             codec_state,
             steps_before,
             self._forward_hooks,
+            self._passes,
             self._on_learned,
         )
         self._runner = StepRunner(optimizer, updater, self.reducer, update_guard, codec_state)
@@ -163,6 +166,7 @@ class StepController:
             self.overlap,
             self._observer,
             self._forward_hooks,
+            self._passes,
             self._warnings,
         )
         self._forward_hooks.install(settings.model)
@@ -321,6 +325,7 @@ class StepController:
                 self._give_up()
             self.driver.close()
             self._forward_hooks.close()
+            self._passes.set_enabled(False)
             reducer.close()
             self.executor.close()
             self.ended = True

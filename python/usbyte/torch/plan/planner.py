@@ -218,6 +218,20 @@ class Planner:
         assert last is not None
         return self._agree(lambda: self._chooser.next_trial(last, step_s))
 
+    def describe(self, plan: _core.Plan) -> str:
+        """Returns a plan and what it was made from, as JSON for a timeline and `usbyte report`.
+
+        Args:
+            plan: The plan in force. Codecs that change over time change it without a decision.
+
+        Returns:
+            The JSON object; empty before the first decision.
+        """
+        if self.decision is None:
+            return ""
+        decision = json.loads(replace(self.decision, plan=plan).to_json())
+        return json.dumps({"optimizer": self.label, "sharded": self._sharded, "decision": decision})
+
     def is_outdated(self, rows: Mapping[str, Counts]) -> bool:
         """Returns True if other schemes would be clearly faster for the present sparse gradients.
 

@@ -81,6 +81,10 @@ class Device:
         """Adds the update of the tensors with these indices in the plan to the timeline."""
         engine.record_update(tensors, float(start), float(end))
 
+    def record_pass(self, engine: _core.Engine, name: str, start: Mark, end: Mark) -> None:
+        """Adds a forward or backward pass of the current step to the timeline."""
+        engine.record_pass(name, float(start), float(end))
+
 
 class CudaDevice(Device):
     """A CUDA device: calls enqueue work on streams and return without waiting for it.
@@ -148,6 +152,12 @@ class CudaDevice(Device):
         assert isinstance(start, DeviceMark)
         assert isinstance(end, DeviceMark)
         engine.record_update(tensors, start.moment, end.moment)
+
+    def record_pass(self, engine: _core.Engine, name: str, start: Mark, end: Mark) -> None:
+        """Adds the pass to the timeline, with times that the device measures."""
+        assert isinstance(start, DeviceMark)
+        assert isinstance(end, DeviceMark)
+        engine.record_pass(name, start.moment, end.moment)
 
 
 class DeviceMark:

@@ -16,6 +16,7 @@ from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
 from usbyte.torch.optimizer.gradients.reducer import Reducer
 from usbyte.torch.optimizer.gradients.step_checksum import StepChecksum
 from usbyte.torch.optimizer.gradients.step_consensus import StepConsensus
+from usbyte.torch.optimizer.overlap.pass_recorder import PassRecorder
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.lifecycle import ParameterUseTracker, PlanLifecycle
 from usbyte.torch.plan.planner import Planner
@@ -46,6 +47,7 @@ def make_gradient_path(
     codec_state: CodecState,
     steps_before: int,
     uses: ParameterUseTracker,
+    passes: PassRecorder,
     on_learned: Callable[[], None],
 ) -> GradientPath:
     """Connects the ranks and makes a reducer with everything that it needs. Collective.
@@ -62,11 +64,20 @@ def make_gradient_path(
         codec_state: Codec state.
         steps_before: Number of steps that were completed before.
         uses: Records when the forward pass needs each parameter.
+        passes: Records forward and backward passes for the timeline.
         on_learned: Called when all ranks have learned, before they plan.
     """
     communicator, device = connector.connect(), connector.device
     executor = PlanExecutor(
-        rank_group, communicator, settings, param_table, device, planner, codec_state, steps_before
+        rank_group,
+        communicator,
+        settings,
+        param_table,
+        device,
+        planner,
+        codec_state,
+        passes,
+        steps_before,
     )
     lifecycle = PlanLifecycle(
         planner,

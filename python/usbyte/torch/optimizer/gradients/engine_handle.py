@@ -88,7 +88,7 @@ class EngineHandle:
         """Writes the complete part of the timeline and stops recording."""
         with suppress(UsageError):  # the engine has ended
             if self._engine is not None:
-                self._engine.set_timeline(None)
+                self._engine.set_timelines([])
 
     def close(self) -> None:
         """Ends all threads, after the step whose backward pass has ended."""

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,7 +22,7 @@ from usbyte.torch.compression.state import CodecState, coded_shards, codes_shard
 from usbyte.torch.optimizer.gradients.engine_handle import EngineHandle
 from usbyte.torch.optimizer.gradients.flat_buffer import FlatBuffer
 from usbyte.torch.optimizer.gradients.grad_writer import GradWriter, make_grad_writer
-from usbyte.torch.plan.decision import Decision
+from usbyte.torch.optimizer.gradients.timelines import PassSource, Timelines
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.sparse import Rows
 from usbyte.torch.reduce_op import Average
@@ -61,9 +60,8 @@ class PlanSource(Protocol):
     def seed(self) -> int:
         """Seed of codecs that draw random numbers, equal on all ranks."""
 
-    @property
-    def decision(self) -> Decision | None:
-        """The last plan that was decided on, with what it was made from."""
+    def describe(self, plan: _core.Plan) -> str:
+        """Returns a plan and what it was made from, as JSON; empty before there is one."""
 
     def learning_plan(self) -> _core.Plan:
         """Returns the plan of the learning steps."""
@@ -83,6 +81,7 @@ class PlanExecutor:
         device: Device of the parameters.
         planner: Gives the learning plan, which is the first plan in force.
         codec_state: Codec state.
+        passes: Records forward and backward passes for the timeline.
         steps_before: Number of steps that were completed before.
 
     Attributes:
@@ -96,7 +95,7 @@ class PlanExecutor:
         co_arriving: By parameter, the parameters whose gradients are complete as soon as its own
             is, because the ops that bring them are a subset of those that bring it.
         rows: By parameter, the rows of its sparse gradient in flight.
-        writer: Writer of the timeline; None if none is recorded.
+        timelines: Timelines that the steps are recorded in.
     """
 
     engine: _core.Engine
@@ -112,18 +111,15 @@ class PlanExecutor:
         device: Device,
         planner: PlanSource,
         codec_state: CodecState,
+        passes: PassSource,
         steps_before: int,
     ) -> None:
-        self._rank_group, self.device, self._planner, self._codec_state = (
-            rank_group,
-            device,
-            planner,
-            codec_state,
-        )
+        self._rank_group, self.device, self._planner = rank_group, device, planner
+        self._codec_state = codec_state
         self._names, self._params = param_table.names, param_table.params
         self._scale, self._sharded = settings.scale(rank_group.size), settings.shard_optimizer
         self.rows: dict[int, Rows] = {}
-        self.writer: _core.TimelineWriter | None = None
+        self.timelines = Timelines(device, passes, planner.describe, rank_group.warn)
         self._communicator = communicator
         self._engine_handle = EngineHandle(rank_group, planner.label, self._communicator)
         self._let_go = weakref.finalize(self, rank_group.adopt_orphan, self._engine_handle)
@@ -136,6 +132,7 @@ class PlanExecutor:
         self._provide_exchange(plan)
         self._lay_out(plan)
         self._start(plan, steps_before, learning=True)
+        self.timelines.attach(self.engine, learning=True)
 
     def gather_answers(self, name: str, answer: bytes) -> list[bytes]:
         """Returns the answers of all ranks, by rank. Collective."""
@@ -176,17 +173,9 @@ class PlanExecutor:
         return [ready[tensor] for tensor in self.tensor_of_param]
 
     def record_update(self, indices: Sequence[int], start: Mark) -> None:
-        """Adds an update of `indices`, begun at `start` and completed now, to the timeline."""
-        if self.writer is not None:
-            tensors = [self.tensor_of_param[i] for i in indices]
-            self.device.record_update(self.engine, tensors, start, self.device.now())
-
-    def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
-        """Records the timeline into `writer` from the next step on; None stops."""
-        self.writer = writer
-        self.device.anchor()
-        self._describe_plan()
-        self.engine.set_timeline(writer)
+        """Adds an update of `indices`, begun at `start` and completed now, to the timelines."""
+        if self.timelines.writers:
+            self.timelines.record_update([self.tensor_of_param[i] for i in indices], start)
 
     def status(self) -> dict[str, Any]:
         """Returns this rank's progress, as `Engine.status` gives it."""
@@ -300,26 +289,7 @@ class PlanExecutor:
             if concentrates and mesh is not None:
                 self._codec_state.shard(plan, mesh.topology, self._rank_group.rank)
             self._start(plan, steps, learning)
-        if self.writer is not None:
-            self._describe_plan()
-            self.engine.set_timeline(self.writer)
-
-    def _describe_plan(self) -> None:
-        """Adds the plan and what it was made from to the timeline, for `usbyte report`."""
-        decision = self._planner.decision
-        if self.writer is None or decision is None or self._learning:
-            return
-        # Codecs that change over time change the plan without another decision.
-        decision = replace(decision, plan=self.plan)
-        told = {
-            "optimizer": self._planner.label,
-            "sharded": self._sharded,
-            "decision": json.loads(decision.to_json()),
-        }
-        try:
-            self.writer.describe("usbyte_decision", json.dumps(told))
-        except UsageError as error:  # such as a full disk, which must not end training
-            self._rank_group.warn(f"the timeline lacks its plan: {error}")
+        self.timelines.attach(self.engine, learning)
 
     def _average(self, tensor: torch.Tensor) -> None:
         self._rank_group.eager.allreduce("usbyte.memory", tensor, Average)
@@ -345,7 +315,6 @@ class PlanExecutor:
 
     def _start(self, plan: _core.Plan, steps_before: int, learning: bool) -> None:
         env, exchange = self._rank_group.env, self._engine_handle.exchange
-        self._learning = learning
         self.engine = _core.Engine(
             plan,
             self.flat_buffer.buffer.data_ptr(),

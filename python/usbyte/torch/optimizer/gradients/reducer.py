@@ -277,7 +277,7 @@ class Reducer:
 
     def begin_update(self) -> Mark:
         """Returns the start time of an update for `record_update`; 0.0 without a timeline."""
-        return self.device.now() if self._executor.writer is not None else 0.0
+        return self.device.now() if self._executor.timelines.writers else 0.0
 
     def record_update(self, indices: Sequence[int], start: Mark) -> None:
         """Adds an update of `indices`, begun at `start` and completed now, to the timeline."""
@@ -352,7 +352,8 @@ class Reducer:
 
     def stop_waiting(self) -> None:
         """Takes gradients as they are from now on; call it only if `has_all` returned True."""
-        self._waits_no_more, self._executor.writer = True, None
+        self._waits_no_more = True
+        self._executor.timelines.stop()
 
     # Plans.
 
@@ -461,6 +462,7 @@ class Reducer:
         votes = self._consensus.flags(wants_plan=self._lifecycle.end_backward())
         self._executor.grad_writer.send_flags([*map(float, used), *votes])
         self._executor.engine.end_backward()
+        self._executor.timelines.record_passes()
         self._in_flight.check_unreplaced()
         self.passes = 0
         self._advance(StepPhase.IN_FLIGHT)

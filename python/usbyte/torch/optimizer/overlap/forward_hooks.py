@@ -236,8 +236,8 @@ class _Finder:
             self.handle.remove()
 
 
-class _Unscripted:
-    """Base of hooks: pickled as a no-op, and refused by torch.jit.script with a remedy."""
+class ModuleHook:
+    """Base of hooks: a no-op in copies and pickles, refused by torch.jit.script with a remedy."""
 
     @property
     def __name__(self) -> str:
@@ -250,9 +250,12 @@ class _Unscripted:
     def __reduce__(self) -> Any:
         return _make_no_op_hook, ()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return no_op_hook
 
-class _PreForward(_Unscripted):
-    """Forward pre-hook of one module. A copy of the module gets a no-op in its place.
+
+class _PreForward(ModuleHook):
+    """Forward pre-hook of one module.
 
     It is one function, because it runs for each module in each forward pass.
 
@@ -283,11 +286,8 @@ class _PreForward(_Unscripted):
             hooks._record_use(wanted)
         hooks._arrive(wanted)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return no_op_hook
 
-
-class _NoOpHook(_Unscripted):
+class _NoOpHook(ModuleHook):
     """No-op that replaces a hook in copies and pickles of a model."""
 
     def __call__(self, *_args: Any) -> None:
@@ -301,10 +301,15 @@ def _make_no_op_hook() -> Callable[..., None]:
     return no_op_hook
 
 
+def takes_hooks(module: nn.Module) -> bool:
+    """Returns False for compiled modules, which trace their own hooks, and for scripted ones."""
+    return not (is_compiled(module) or isinstance(module, torch.jit.RecursiveScriptModule))
+
+
 def _hooked_modules(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """Yields the modules whose hooks run, with the parameters that each hook waits for."""
-    if is_compiled(root) or isinstance(root, torch.jit.RecursiveScriptModule):
-        return  # compiled modules trace their own hooks, scripted ones refuse them
+    if not takes_hooks(root):
+        return
     own = list(root.parameters(recurse=False))
     if hasattr(root, "_orig_mod") or isinstance(root, torch.jit.ScriptModule):
         yield root, list(root.parameters())
