@@ -158,6 +158,39 @@ def test_a_timeline_alone_is_enough(run, tmp_path):
     assert alone.value("measured")
 
 
+def passes(page):
+    """The measured passes of a page, as kind and text."""
+    _, _, after = page.partition('class="lane compute measured"')
+    bars = Page(after.partition("</g>")[0]).select("rect")
+    assert all(0 <= float(bar["x"].removesuffix("%")) <= 100 for bar in bars)
+    return [(bar["class"].split()[1], bar["text"]) for bar in bars]
+
+
+def test_measured_passes(run, tmp_path):
+    output = tmp_path / "report.html"
+    events = json.loads((run / "trace.0.json").read_text())
+
+    def page(trace, step):
+        path = tmp_path / "trace.json"
+        path.write_text(json.dumps(trace))
+        done = invoke(path, "--step", step, "-o", output)
+        assert done.exit_code == 0, done.output
+        return output.read_text()
+
+    shown = passes(page(events, 6))
+    assert [kind for kind, _ in shown] == ["forward", "backward", "forward"]  # that of step 7, too
+    lengths = [
+        e["dur"] * 1e-3 for e in events if e.get("cat") == "compute" and e["args"]["step"] in (6, 7)
+    ]
+    found = [float(re.search(r"\((\S+) ms\)", text)[1]) for _, text in shown]
+    assert found == pytest.approx(lengths[:3], abs=2e-3)
+    [forward, *_] = [e for e in events if e.get("cat") == "compute" and e["args"]["step"] == 6]
+    earlier = [e | {"ts": e["ts"] - 1e6} if e is forward else e for e in events]
+    assert passes(page(earlier, 6))[0][1].startswith("forward\n-")  # a second before, on the axis
+    old = [e for e in events if e.get("cat") not in ("compute", "step")]
+    assert passes(page(old, 6)) == []
+
+
 def test_a_timeline_alone_takes_no_other_sources(run, tmp_path):
     done = invoke(run / "trace.0.json", *RING, "--trace", run / "trace.0.json")
     assert done.exit_code == 2

@@ -79,25 +79,23 @@ def report(
         from usbyte.report import picture
 
         _figures.check_format(png)
-    measured: trace.Measured | None = None
+    costs = read_costs(costs_path)
     if profile is None:
         _refuse_what_the_timeline_tells(trace_path)
         try:
-            described, measured = trace.described_step(plan, step)
+            shown = Scene.of_timeline(plan, step, costs)
         except UsageError as error:
             raise UsageError(f"{error}. For a file of usbyte plan, give PROFILE, too") from error
-        made, whole, net, overlap, sharded = described
     else:
         if step is not None and trace_path is None:
             raise click.UsageError("--step chooses a step of --trace, which is missing")
         made = read_json(plan, "plan", _core.Plan.from_json)
         whole = profiles.scaled(profiles.load_whole(profile), scale_time, scale_bytes)
-        net = network(network_path, ring)
-    job, costs = profiles.matched(whole, made), read_costs(costs_path)
-    if trace_path is not None:
-        measured = trace.read_trace(trace_path, made, step)
-    aligned = trace.aligned(measured, made, job) if measured is not None else None
-    shown = Scene.predicted(made, job, net, overlap, sharded, costs, aligned)
+        job, net = profiles.matched(whole, made), network(network_path, ring)
+        measured: trace.Measured | None = None
+        if trace_path is not None:
+            measured = trace.aligned(trace.read_trace(trace_path, made, step), made, job)
+        shown = Scene.predicted(made, job, net, overlap, sharded, costs, measured)
     write_text(output, html.render(shown))
     if png is not None:
         _figures.save(picture.timeline(shown), png)

@@ -17,8 +17,8 @@ class Span(NamedTuple):
 
     rank: int
     step: int
-    kind: str  #: "queue", "communication", "wait" or "update"
-    name: str  #: of the op, or of the parameters
+    kind: str  #: "compute", "queue", "communication", "wait" or "update"
+    name: str  #: of the pass, of the op, or of the parameters
     start_s: float
     end_s: float
     args: Mapping[str, Any]

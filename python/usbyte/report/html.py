@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from html import escape
 from importlib import resources
 from string import Template
+from typing import NamedTuple
 
 from usbyte._util.units import format_cost
 from usbyte.planning.whatif import best_ddp
@@ -86,7 +88,7 @@ def _names(lanes: list[Lane], tops: list[int], height: int) -> str:
 
 
 def _drawing(scene: Scene, lanes: list[Lane], tops: list[int], height: int) -> str:
-    end_s = scene.end_s
+    axis = _Axis(*scene.span_s)
     parts = [f'<svg id="timeline" width="100%" height="{height}">']
     for i, (lane, top) in enumerate(zip(lanes, tops, strict=True)):
         if i % 2:
@@ -94,41 +96,54 @@ def _drawing(scene: Scene, lanes: list[Lane], tops: list[int], height: int) -> s
             parts.append(
                 f'<rect class="stripe" y="{top - _GAP / 2}" width="100%" height="{tall}"/>'
             )
-    parts += _axis(scene, end_s, height)
+    parts += _grid(scene, axis, height)
     for lane, top in zip(lanes, tops, strict=True):
         side = "measured" if lane.measured else "predicted"
         parts.append(f'<g class="lane {lane.name.replace(" ", "-")} {side}">')
         for r, row in enumerate(lane.rows):
             for bar in row:
-                parts += _bar(scene, bar, top + r * _ROW, end_s)
+                parts += _bar(scene, bar, top + r * _ROW, axis)
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"])
 
 
-def _axis(scene: Scene, end_s: float, height: int) -> Iterator[str]:
-    step = _tick(end_s)
-    for k in range(int(end_s / step) + 1):
-        x = f"{100 * k * step / end_s:.4f}%"
+class _Axis(NamedTuple):
+    """The time axis, from left to right."""
+
+    begin_s: float
+    end_s: float
+
+    def percent(self, time_s: float) -> float:
+        """Returns the place of a time, in percent of the width."""
+        return 100 * (time_s - self.begin_s) / (self.end_s - self.begin_s)
+
+
+def _grid(scene: Scene, axis: _Axis, height: int) -> Iterator[str]:
+    step = _tick(axis.end_s - axis.begin_s)
+    for k in range(math.ceil(axis.begin_s / step), math.floor(axis.end_s / step) + 1):
+        place = axis.percent(k * step)
+        x = f"{place:.4f}%"
         yield f'<line class="grid" x1="{x}" x2="{x}" y1="{_AXIS - 8}" y2="{height}"/>'
-        if k * step < 0.95 * end_s:  # A label further right would be cut off.
+        if place < 95:  # A label further right would be cut off.
             yield f'<text class="tick" x="{x}" y="12" dx="3">{k * step * 1e3:g} ms</text>'
-    x = f"{100 * scene.profile.backward_end_s / end_s:.4f}%"
+    x = f"{axis.percent(scene.profile.backward_end_s):.4f}%"
     yield f'<line class="mark" x1="{x}" x2="{x}" y1="{_AXIS - 8}" y2="{height}">'
     yield "<title>backward ends</title></line>"
 
 
-def _tick(end_s: float) -> float:
-    """Returns a round number of seconds, such that `end_s` has about ten ticks."""
+def _tick(length_s: float) -> float:
+    """Returns a round number of seconds, such that an axis of `length_s` has about ten ticks."""
     power = 1e-9
     while True:
         for digit in (1, 2, 5):
-            if digit * power * 12 >= end_s:
+            if digit * power * 12 >= length_s:
                 return digit * power
         power *= 10
 
 
-def _bar(scene: Scene, bar: Bar, top: int, end_s: float) -> Iterator[str]:
-    x, width = 100 * bar.start_s / end_s, 100 * (bar.end_s - bar.start_s) / end_s
+def _bar(scene: Scene, bar: Bar, top: int, axis: _Axis) -> Iterator[str]:
+    x = axis.percent(bar.start_s)
+    width = axis.percent(bar.end_s) - x
     extra = "" if bar.op is None else f' data-op="{bar.op}" fill="{scene.colour(bar.op)}"'
     place = f'x="{x:.4f}%" y="{top}" width="{max(width, 0.02):.4f}%" height="{_ROW - 2}"'
     yield f'<rect class="bar {bar.kind}"{extra} {place}><title>{escape(bar.tip)}</title></rect>'

@@ -43,7 +43,7 @@ def timeline(scene: Scene) -> Figure:
     panel.axvline(scene.profile.backward_end_s * 1e3, color="grey", linestyle=":")
     panel.set_ylim(top, -0.5)
     panel.set_yticks(middles, names)
-    panel.set_xlim(0, scene.end_s * 1e3)
+    panel.set_xlim(*(time_s * 1e3 for time_s in scene.span_s))
     panel.set_xlabel("ms since the forward pass began; the dotted line is the end of backward")
     measured = scene.measured.step_s if scene.measured is not None else None
     text = f"{scene.profile.model or 'job'}, {scene.plan.policy}: step predicted "
@@ -67,7 +67,7 @@ def comparison(baseline: Scene, scene: Scene, title: str) -> Figure:
         _two_rows(panel, shown)
         panel.set_title(name, loc="left", fontsize=11, fontweight="bold")
     # Shows some of the next forward pass in both.
-    panels[-1].set_xlim(0, max(1.15 * ddp_s, scene.end_s) * 1e3)
+    panels[-1].set_xlim(0, max(1.15 * ddp_s, scene.span_s[1]) * 1e3)
     panels[-1].set_xlabel("ms")
     figure.suptitle(title, fontsize=9, parse_math=False)
     patches = [Patch(color=colour, label=label) for label, colour in _LEGEND.items()]

@@ -9,10 +9,12 @@ from colorsys import hls_to_rgb
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Literal
 
 from usbyte import _core
-from usbyte.report.trace import Measured
+from usbyte.planning import profiles
+from usbyte.report.trace import Measured, aligned, described_step
 
 Kind = Literal["forward", "backward", "wait", "op", "update"]
 
@@ -106,6 +108,26 @@ class Scene:
             measured=measured,
         )
 
+    @classmethod
+    def of_timeline(
+        cls, path: Path, step: int | None = None, costs: _core.CodecCosts | None = None
+    ) -> Scene:
+        """Predicts the last plan that steps of a timeline follow, with one of these steps measured.
+
+        Args:
+            path: The timeline.
+            step: Number of the step; None for a step of median length.
+            costs: Costs of codecs; None: coding takes no time.
+
+        Raises:
+            UsageError: The file is no timeline, or has no such step under a plan that it tells of.
+        """
+        described, measured = described_step(path, step)
+        plan, whole, network, overlap, sharded = described
+        job = profiles.matched(whole, plan)
+        shown = aligned(measured, plan, job)
+        return cls.predicted(plan, job, network, overlap, sharded, costs, shown)
+
     # Cached, because each access of these attributes of the C++ core converts the whole list.
 
     @cached_property
@@ -135,7 +157,10 @@ class Scene:
     @cached_property
     def lanes(self) -> list[Lane]:
         """The lanes from top to bottom; each measured lane is below its prediction."""
-        lanes = [Lane("compute", False, [self._compute()])]
+        lanes = [
+            Lane("compute", False, [self._compute()]),
+            Lane("compute", True, _rows(self._measured_passes())),
+        ]
         predicted, measured = self._predicted(), self._measured()
         for name, bars in predicted.items():
             lanes.append(Lane(name, False, _rows(bars)))
@@ -144,10 +169,12 @@ class Scene:
         return [lane for lane in lanes if lane.rows]
 
     @property
-    def end_s(self) -> float:
-        """End of the time axis, in seconds."""
-        ends = [bar.end_s for lane in self.lanes for row in lane.rows for bar in row]
-        return max([*ends, self.prediction.step_s]) * 1.01
+    def span_s(self) -> tuple[float, float]:
+        """Start and end of the time axis, in seconds. A measured pass may begin before time 0."""
+        bars = [bar for lane in self.lanes for row in lane.rows for bar in row]
+        begin = min([0.0, *(bar.start_s for bar in bars)])
+        end = max([self.prediction.step_s, *(bar.end_s for bar in bars)])
+        return begin, end + 0.01 * (end - begin)
 
     def colour(self, op: int) -> str:
         """Returns the colour of an op: red if forward needs it first, to blue for the last."""
@@ -202,6 +229,16 @@ class Scene:
             for names, a, b in m.updates
         ]
         return {"waiting": waits, "in flight": flights, "updates": updates}
+
+    def _measured_passes(self) -> list[Bar]:
+        """Returns the measured passes, and the next forward with that overlap."""
+        m = self.measured
+        if m is None:
+            return []
+        forwards = m.forwards + (m.next_forwards if self.overlap == "forward" else [])
+        passes: list[tuple[Kind, float, float]] = [("forward", *times) for times in forwards]
+        passes += [("backward", *times) for times in m.backwards]
+        return [Bar(a, b, kind, f"{kind}\n{_span(a, b)}") for kind, a, b in passes]
 
     def _flight(self, i: int, start_s: float, end_s: float) -> Bar:
         return Bar(start_s, end_s, "op", f"{self.op_tip(i)}\n{_span(start_s, end_s)}", i)

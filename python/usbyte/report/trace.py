@@ -32,6 +32,9 @@ class Measured:
         waits: Waits for gradients: name of the tensor, start, end.
         updates: Updates: names of the tensors, start, end.
         sums: For each sparse op, its `_SUMS` by name.
+        forwards: Start and end of each forward pass; none in a trace of an older version.
+        backwards: Start and end of each backward pass; likewise.
+        next_forwards: Start and end of each forward pass of the next step.
     """
 
     step: int
@@ -41,6 +44,9 @@ class Measured:
     waits: list[tuple[str, float, float]] = field(default_factory=list)
     updates: list[tuple[str, float, float]] = field(default_factory=list)
     sums: dict[int, dict[str, float]] = field(default_factory=dict)
+    forwards: list[tuple[float, float]] = field(default_factory=list)
+    backwards: list[tuple[float, float]] = field(default_factory=list)
+    next_forwards: list[tuple[float, float]] = field(default_factory=list)
 
     def shifted(self, by_s: float) -> Measured:
         """Returns the step with all times `by_s` seconds later."""
@@ -52,6 +58,9 @@ class Measured:
             [(name, a + by_s, b + by_s) for name, a, b in self.waits],
             [(name, a + by_s, b + by_s) for name, a, b in self.updates],
             self.sums,
+            [(a + by_s, b + by_s) for a, b in self.forwards],
+            [(a + by_s, b + by_s) for a, b in self.backwards],
+            [(a + by_s, b + by_s) for a, b in self.next_forwards],
         )
 
 
@@ -158,6 +167,8 @@ def read_trace(path: Path, plan: _core.Plan, step: int | None = None) -> Measure
     usual = ranked[(len(ranked) - 1) // 2] if ranked else max(whole)
     chosen = whole[usual if step is None else step]
     chosen.step_s = lengths[usual] if ranked else None
+    if (following := found.get(chosen.step + 1)) is not None:
+        chosen.next_forwards = following.forwards
     return chosen
 
 
@@ -168,6 +179,10 @@ def _add(found: Measured, span: Span, ops: Mapping[str, int]) -> None:
         found.waits.append((span.name, *times))
     elif span.kind == "update":
         found.updates.append((span.name, *times))
+    elif span.kind == "compute" and span.name == "forward":
+        found.forwards.append(times)
+    elif span.kind == "compute" and span.name == "backward":
+        found.backwards.append(times)
     elif span.name in ops and span.kind == "queue":
         found.queued[ops[span.name]] = times
     elif span.name in ops and span.kind == "communication":
