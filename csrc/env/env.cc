@@ -140,6 +140,9 @@ constexpr std::array kKnobs = {
     Knob{"USBYTE_TIMELINE_STEPS", &Env::timeline_steps, "0:", "",
          "FIRST:LAST, either may be missing, LAST is excluded, such as 0: or 100:110",
          "Steps that the timeline records", is_step_range},
+    Knob{"USBYTE_REPORT", &Env::report, "", "", "a path",
+         "Page that rank 0 writes once the plan is final: the step under DDP, predicted and "
+         "measured; empty: none"},
     Knob{"USBYTE_FLIGHT", &Env::flight, "", "", "a path",
          "File that a rank's last operations are written to after a fault, %r for the rank; empty: "
          "none"},

@@ -91,6 +91,7 @@ void register_env(py::module_& m) {
       .def_readonly("check_steps", &Env::check_steps)
       .def_readonly("timeline", &Env::timeline)
       .def_readonly("timeline_steps", &Env::timeline_steps)
+      .def_readonly("report", &Env::report)
       .def_readonly("flight", &Env::flight)
       .def_readonly("job_token", &Env::job_token)
       .def_readonly("log_level", &Env::log_level)

@@ -73,6 +73,7 @@ TEST_F(EnvTest, Defaults) {
   EXPECT_EQ(env.nccl_register, 0);
   EXPECT_EQ(env.timeline, "");
   EXPECT_EQ(env.timeline_steps, "0:");
+  EXPECT_EQ(env.report, "");
   EXPECT_EQ(env.flight, "");
   EXPECT_EQ(env.job_token, "");
   EXPECT_EQ(env.log_level, "warning");

@@ -37,6 +37,7 @@ struct Env {
   int64_t check_steps;         ///< USBYTE_CHECK_STEPS, 0 = never
   std::string timeline;        ///< USBYTE_TIMELINE
   std::string timeline_steps;  ///< USBYTE_TIMELINE_STEPS
+  std::string report;          ///< USBYTE_REPORT
   std::string flight;          ///< USBYTE_FLIGHT
   std::string job_token;       ///< USBYTE_JOB_TOKEN, a secret
   std::string log_level;       ///< USBYTE_LOG_LEVEL

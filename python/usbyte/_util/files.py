@@ -54,6 +54,19 @@ def write_bytes(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
+def why_unwritable(path: Path) -> str:
+    """Returns why a file cannot be written, as far as can be told before; empty if it can."""
+    try:
+        if path.is_dir():
+            return "it is a folder"
+        if not path.parent.is_dir():
+            return "its folder does not exist"
+        target = path if path.exists() else path.parent
+        return "" if os.access(target, os.W_OK) else "not writable"
+    except OSError as error:
+        return str(error.strerror)
+
+
 def _replace(path: Path, data: bytes, old: os.stat_result | None) -> None:
     part = path.with_name(f".usbyte-{secrets.token_hex(8)}.part")
     mode = 0o666 if old is None else 0o600  # Others must not read it before fchmod below.

@@ -289,15 +289,9 @@ def check_writable(*paths: Path | None, inputs: Iterable[Path | str | None] = ()
     for path in paths:
         if path is None:
             continue
-        try:
-            writable = os.access(path if path.exists() else path.parent, os.W_OK)
-            folder = path.is_dir()
-            replaced = path.is_file() and any(path.samefile(source) for source in read)
-        except OSError as error:
-            raise _unwritable(path, str(error.strerror)) from error
-        if folder or not writable:
-            raise _unwritable(path, "it is a folder" if folder else "not writable")
-        if replaced:
+        if why := files.why_unwritable(path):
+            raise _unwritable(path, why)
+        if path.is_file() and any(path.samefile(source) for source in read):
             raise click.UsageError(
                 f"'{path}' is an input and would be overwritten; write to another file"
             )

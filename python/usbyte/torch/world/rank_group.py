@@ -12,6 +12,7 @@ import torch.distributed as dist
 from usbyte import _core
 from usbyte.torch.fault.decision import RankProgress, RecoveryDecision
 from usbyte.torch.reduce_op import ReduceOp
+from usbyte.torch.world.step_report import StepReport
 
 
 class Participant(Protocol):
@@ -177,6 +178,10 @@ class RankGroup(Protocol):
     machines: list[str]
     hosts: list[str]
     store: dist.Store
+
+    @property
+    def report(self) -> StepReport | None:
+        """Writes the page of USBYTE_REPORT; None on ranks that write none."""
 
     @property
     def eager(self) -> EagerCollectives:

@@ -15,6 +15,7 @@ from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.process_groups import gloo_group
 from usbyte.torch.world.process_sets import name_of
 from usbyte.torch.world.rank_group import OrphanedEngine, Participant, RankGroup
+from usbyte.torch.world.step_report import StepReport
 from usbyte.torch.world.world import World
 
 
@@ -135,6 +136,11 @@ class Subgroup:
     def host_backend(self) -> str:
         """Backend of torch.distributed for tensors on the CPU."""
         return self._world.host_backend
+
+    @property
+    def report(self) -> StepReport | None:
+        """Writes the page of USBYTE_REPORT; None on ranks that write none."""
+        return self._world.report
 
     def add(self, participant: Participant) -> None:
         """Registers an optimizer for the world's timelines, faults and shutdown."""

@@ -40,6 +40,7 @@ from usbyte.torch.world.orphaned_engines import OrphanedEngines
 from usbyte.torch.world.participants import Participants
 from usbyte.torch.world.process_sets import ProcessSet, ProcessSets
 from usbyte.torch.world.rank_group import OrphanedEngine, Participant, RankGroup
+from usbyte.torch.world.step_report import StepReport, make_report
 
 __all__ = ["init", "is_initialized", "shutdown"]
 
@@ -70,6 +71,7 @@ class World:
         subgroups: Subgroups that this rank belongs to, by their ranks.
         orphans: Engines whose optimizers were garbage-collected before all ranks closed them.
         store: torch's key-value store, with keys of this run only.
+        report: Writes the page of USBYTE_REPORT; None on ranks that write none.
     """
 
     def __init__(self, cluster: Cluster, env: _core.Env) -> None:
@@ -92,6 +94,7 @@ class World:
         self.subgroups: dict[tuple[int, ...], RankGroup] = {}
         self._writer: _core.TimelineWriter | None = None
         self._faults: FaultCoordinator | None = None
+        self.report: StepReport | None = None
         # Only for the queue, which moves CPU tensors and closes the process group after a fault.
         group = connect_all(
             partial(dist.new_group, backend="gloo", timeout=self.timeout),
@@ -116,6 +119,7 @@ class World:
                 )
             if env.timeline:
                 self.start_timeline(env.timeline, env.timeline_steps)
+            self.report = make_report(env, self.rank, self.size)
         except BaseException as error:
             self._uncaught.tell(error)
             with suppress(Error, RuntimeError):  # errors that follow from `error`
@@ -278,6 +282,8 @@ class World:
             if self._faults is not None and (verdict := self._faults.verdict) is not None:
                 engine.fail(verdict)  # the fault may be older than its entry here
             yield engine.close
+        if self.report is not None:
+            yield self.report.close
         for subgroup in self.subgroups.values():
             yield subgroup.close
         yield self.process_sets.close

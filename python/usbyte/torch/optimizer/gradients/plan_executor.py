@@ -177,6 +177,16 @@ class PlanExecutor:
         if self.timelines.writers:
             self.timelines.record_update([self.tensor_of_param[i] for i in indices], start)
 
+    def between_steps(self, is_final: bool) -> None:
+        """Tells the report of the run, if it makes one, that no step is in flight.
+
+        Args:
+            is_final: Whether the plan in force is final.
+        """
+        if (report := self._rank_group.report) is not None:
+            record = self.timelines.set_report
+            report.between_steps(self._planner.label, self.steps, is_final, record)
+
     def status(self) -> dict[str, Any]:
         """Returns this rank's progress, as `Engine.status` gives it."""
         with self._exchanging:

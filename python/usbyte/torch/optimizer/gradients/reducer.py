@@ -24,7 +24,7 @@ from usbyte.torch.optimizer.gradients.step_phase import TRANSITIONS, StepPhase
 from usbyte.torch.optimizer.overlap.reduced_gradients import no_whole_gradients
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import ParamTable, Settings
-from usbyte.torch.plan.lifecycle import PlanLifecycle
+from usbyte.torch.plan.lifecycle import PlanLifecycle, PlanPhase
 from usbyte.torch.plan.measurement import JobTimes
 from usbyte.torch.plan.sparse import Counts, sparse_tensor
 from usbyte.torch.runtime.device import Mark
@@ -436,6 +436,7 @@ class Reducer:
                 f"under optimizer.no_sync(), or {other}."
             )
         self._executor.engine.drain(self.device.stream())
+        self._executor.between_steps(self._lifecycle.phase is PlanPhase.FINAL)
         self._consensus.begin_step(self.phase, self._sharded and not self.learning)
         self._check.begin(self._executor.steps)
         self._in_flight.begin()
