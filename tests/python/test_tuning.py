@@ -141,14 +141,33 @@ def unhurried(monkeypatch):
 
 
 def test_auto_tries_what_the_model_holds_for_equal_and_ddps_plan(job, unhurried):
-    first, *variants, usual = tuning.auto(job).starts
+    first, *others, usual = tuning.auto(job).starts
     assert (first.what, first.plan) == ("auto", job.plan("auto"))
     assert (usual.what, usual.plan.ops) == ("ddp", job.plan("ddp").ops)
+    variants = [each.plan for each in others if each.what.startswith("auto with startups")]
     assert 1 <= len(variants) <= searches._VARIANTS
-    plans = [variant.plan for variant in variants]
-    assert len({plan.hash() for plan in [first.plan, *plans]}) == len(plans) + 1
+    assert len({each.plan.hash() for each in [first, *others]}) == len(others) + 1
     limit_s = job.simulated_s(first.plan) * (1 + searches._ALMOST)
-    assert all(job.simulated_s(plan) <= limit_s for plan in plans)
+    assert all(job.simulated_s(plan) <= limit_s for plan in variants)
+
+
+def test_auto_tries_the_best_plans_of_other_policies(job, unhurried):
+    starts = tuning.auto(job).starts
+    rivals = {s.what.removeprefix("plan of "): s for s in starts if s.what.startswith("plan of ")}
+    limit_s = job.simulated_s(starts[0].plan) * (1 + searches._RIVAL)
+    tried = {s.plan.hash() for s in starts if s not in rivals.values()}
+    steps = {}
+    for policy in set(_core.policies()) - {"auto", "ddp"}:
+        plan = job.plan(policy)
+        alike = _core.Plan("auto", plan.tensors, plan.ops)
+        if alike.hash() not in tried and job.simulated_s(plan) <= limit_s:
+            steps[alike.hash()] = job.simulated_s(plan)
+    best = sorted(steps.values())[: searches._RIVALS]
+    assert [job.simulated_s(rival.plan) for rival in rivals.values()] == best
+    assert all(rival.plan.ops == job.plan(policy).ops for policy, rival in rivals.items())
+    assert rivals
+    coded = dataclasses.replace(job, codecs=["powersgd:2"] * len(job.profile.tensors))
+    assert not any(s.what.startswith("plan of ") for s in tuning.auto(coded).starts)
 
 
 def test_auto_also_tries_to_end_in_backward_where_it_may(job, unhurried):

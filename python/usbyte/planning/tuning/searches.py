@@ -15,7 +15,9 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _XI = 0.1  # The value of both papers, ByteScheduler and DeAR.
 # Factors of the network model's startups and times per byte; each pair gives a variant of a plan.
 _SCALES = [(alpha, beta) for beta in (1.0, 0.99, 1.01, 0.98) for alpha in (2.0, 1.4, 0.7)]
-_VARIANTS = 5  # The most variants to try.
+_VARIANTS = 3  # The most variants to try.
+_RIVALS = 2  # The most plans of other policies to try.
+_RIVAL = 0.05  # The share of a step by which their prediction may be longer.
 _BY_LAYER = 0.05  # The share of a step that updates by layer may cost; the simulator ignores it.
 _ALMOST = 0.005  # Predicted steps that differ by a smaller share count as equal.
 _WORTH_TRIALS = 0.01  # The share of DDP's step that must be predicted to be saved.
@@ -151,6 +153,8 @@ def auto(task: TuningTask) -> Search:
     - The plan of `auto`.
     - Variants: plans of `auto` under slightly larger or smaller startups and times per byte, if
       their predicted step is almost as short.
+    - Without codecs, rivals: the best plans of other policies, if their predicted step is not much
+      longer. They differ from that of `auto` in kind, and so in what the network model leaves out.
     - With `may_end_in_backward`: the plan of `auto` for overlap "backward". The network model does
       not include the cost of updates by layer, which this plan does not have.
     - DDP's plan, in case the network model is wrong.
@@ -165,6 +169,7 @@ def auto(task: TuningTask) -> Search:
     usual = None if task.sharded else task.plan("ddp")
     if usual is not None and _is_worth_trials(task, first, usual):
         starts += _variants(task, first, end)
+        starts += _rivals(task, starts, end)
         overlap = None
         if task.may_end_in_backward and task.overlap != "backward":
             overlap = "backward"
@@ -278,6 +283,25 @@ def _variants(task: TuningTask, first: _core.Plan, end: float) -> list[Candidate
             what = f"auto with startups x {alpha:.2g}, bytes x {beta:.2f}"
             found.append(Candidate(what, plan))
     return found
+
+
+def _rivals(task: TuningTask, tried: Sequence[Candidate], end: float) -> list[Candidate]:
+    """Returns the best plans of other policies that are not among those to be tried already."""
+    if task.codecs:  # not every policy knows every codec
+        return []
+    worst_s = task.simulated_s(tried[0].plan) * (1 + _RIVAL)
+    known = {candidate.plan.hash() for candidate in tried}
+    found: list[tuple[float, Candidate]] = []
+    for policy in _core.policies():
+        if policy in ("auto", "ddp") or time.monotonic() > end:
+            continue
+        plan = _named("auto", task.plan(policy))
+        step_s = task.simulated_s(plan)
+        if plan.hash() not in known and step_s <= worst_s:
+            known.add(plan.hash())
+            found.append((step_s, Candidate(f"plan of {policy}", plan)))
+    found.sort(key=lambda each: each[0])
+    return [candidate for _, candidate in found[:_RIVALS]]
 
 
 def _in_backward(task: TuningTask, first: _core.Plan) -> list[Candidate]:
