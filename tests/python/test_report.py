@@ -21,7 +21,9 @@ from usbyte import _core
 from usbyte.cli import main
 from usbyte.planning import profiles
 from usbyte.planning.layout import tensor_specs
+from usbyte.planning.whatif import best_ddp
 from usbyte.report import trace
+from usbyte.report.html import render
 from usbyte.report.scene import Scene
 
 RING = ["--ring", "2,1ms,1gbit"]
@@ -307,7 +309,29 @@ def test_backward_overlap(run, tmp_path):
     assert done.exit_code == 0, done.output
     shown = Page(page.read_text())
     assert shown.value("overlap") == "backward"
-    assert any("backward waits for" in bar["text"] for bar in shown.select("rect"))
+    # The thread waits once, for all gradients.
+    [wait] = [bar for bar in shown.select("rect") if "backward waits for" in bar["text"]]
+    assert "3.bias, 3.weight" in wait["text"]
+
+
+def test_ddps_step_is_beside_that_of_the_plan():
+    specs = tensor_specs((f"layer{i}.weight", 300_000, "float32") for i in range(6))
+    job = _core.Profile(
+        specs, [1e-3 * i for i in range(6)], [0.02 - 1e-3 * i for i in range(6)], model="six layers"
+    )
+    network = _core.NetworkModel.ring(4, 1e-4, 125e6)
+    plan = _core.make_plan("auto", job, network, {}, "forward")
+    shown = Page(render(Scene.predicted(plan, job, network, "forward")))
+    ddp, ddp_s = best_ddp(job, network)
+    assert shown.value("ddp") == f"{ddp_s * 1e3:.2f} ms"
+    ops = shown.select("rect", **{"class": "bar ddp"})
+    predicted = _core.simulate(ddp, job, network, "backward")
+    ends = [f"to {1e3 * done_s:.3f} ms" for done_s in predicted.done_s]
+    assert all(end in bar["text"] for bar, end in zip(ops, ends, strict=True))
+    assert all("data-op" not in bar for bar in ops)
+    [wait] = [bar for bar in shown.select("rect") if "backward waits for" in bar["text"]]
+    assert max(predicted.done_s) == pytest.approx(ddp_s)
+    assert ends[-1] in wait["text"]
 
 
 def _no_traces(folder):

@@ -11,7 +11,6 @@ from string import Template
 from typing import NamedTuple
 
 from usbyte._util.units import format_cost
-from usbyte.planning.whatif import best_ddp
 from usbyte.report.scene import Bar, Lane, Scene
 
 _ROW, _GAP, _AXIS = 18, 10, 26  # Heights in pixels: row, gap between lanes, axis at the top.
@@ -49,8 +48,8 @@ def _facts(scene: Scene) -> Iterator[tuple[str, str, str, str]]:
     if scene.measured is not None and scene.measured.step_s is not None:
         yield "measured", "measured step", _ms(scene.measured.step_s), main
     yield "bound", "bound", _ms(scene.bound_s), main
-    if not any(tensor.sparse for tensor in scene.profile.tensors):  # else DDP is not predicted
-        _, ddp_s = best_ddp(scene.profile, scene.network)
+    if scene.baseline is not None:
+        ddp_s = scene.baseline.prediction.step_s
         yield "ddp", "DDP, best bucket size, predicted", _ms(ddp_s), ""
     yield "bytes-bound", "bound of bytes", _ms(scene.bytes_bound_s), ""
     yield "compute", "without communication", _ms(scene.profile.iteration_s), ""
@@ -66,9 +65,10 @@ def _facts(scene: Scene) -> Iterator[tuple[str, str, str, str]]:
 
 def _note(scene: Scene) -> str:
     text = (
-        "Time runs from the beginning of a forward pass. The colour of an operation says how early "
-        "the forward pass needs it, from red to blue. The bound is the step time that no plan "
-        "without codecs can beat; the bound of bytes leaves startups out."
+        "Time runs from the beginning of a forward pass. Light blue is forward, dark blue "
+        "backward, red waiting for the network. The colour of an operation says how early the "
+        "forward pass needs it, from red to blue; operations of DDP are grey. The bound is the "
+        "step time that no plan without codecs can beat; the bound of bytes leaves startups out."
     )
     if scene.measured is not None:
         text += (
@@ -81,9 +81,8 @@ def _note(scene: Scene) -> str:
 def _names(lanes: list[Lane], tops: list[int], height: int) -> str:
     parts = [f'<svg height="{height}">']
     for lane, top in zip(lanes, tops, strict=True):
-        side = "measured" if lane.measured else "predicted"
         parts.append(f'<text x="8" y="{top + 13}">{lane.name}</text>')
-        parts.append(f'<text class="side" x="80" y="{top + 13}">{side}</text>')
+        parts.append(f'<text class="side" x="80" y="{top + 13}">{lane.side}</text>')
     return "".join([*parts, "</svg>"])
 
 
@@ -98,8 +97,7 @@ def _drawing(scene: Scene, lanes: list[Lane], tops: list[int], height: int) -> s
             )
     parts += _grid(scene, axis, height)
     for lane, top in zip(lanes, tops, strict=True):
-        side = "measured" if lane.measured else "predicted"
-        parts.append(f'<g class="lane {lane.name.replace(" ", "-")} {side}">')
+        parts.append(f'<g class="lane {lane.name.replace(" ", "-")} {lane.side}">')
         for r, row in enumerate(lane.rows):
             for bar in row:
                 parts += _bar(scene, bar, top + r * _ROW, axis)

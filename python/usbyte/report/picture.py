@@ -32,12 +32,15 @@ def timeline(scene: Scene) -> Figure:
     names, middles, top = [], [], 0.0
     for lane in lanes:
         for row in lane.rows:
-            colours = [_COLOURS[b.kind] if b.op is None else scene.colour(b.op) for b in row]
+            colours = [
+                _COLOURS.get(b.kind, _IN_FLIGHT) if b.op is None else scene.colour(b.op)
+                for b in row
+            ]
             # A minimum length, since matplotlib does not draw a bar of length 0.
             spans = [(b.start_s * 1e3, max(b.end_s - b.start_s, 1e-5) * 1e3) for b in row]
             panel.broken_barh(spans, (top, 0.85), color=colours, edgecolor="white", linewidth=0.3)
             top += 1
-        names.append(f"{lane.name}, {'measured' if lane.measured else 'predicted'}")
+        names.append(f"{lane.name}, {lane.side}")
         middles.append(top - len(lane.rows) / 2)
         top += 1
     panel.axvline(scene.profile.backward_end_s * 1e3, color="grey", linestyle=":")
@@ -79,7 +82,7 @@ def _two_rows(panel: Axes, scene: Scene) -> None:
     """Draws what the accelerator and the network do."""
     rows: dict[str, list[Bar]] = {"compute": [], "network": []}
     for lane in scene.lanes:
-        for bar in (bar for row in lane.rows for bar in row if not lane.measured):
+        for bar in (bar for row in lane.rows for bar in row if lane.side == "predicted"):
             rows["network" if bar.kind == "op" else "compute"].append(bar)
     if scene.overlap == "backward":  # The next forward pass begins with the next step.
         step_s = scene.prediction.step_s

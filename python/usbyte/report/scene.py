@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from colorsys import hls_to_rgb
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -14,9 +14,11 @@ from typing import Literal
 
 from usbyte import _core
 from usbyte.planning import profiles
+from usbyte.planning.whatif import best_ddp
 from usbyte.report.trace import Measured, aligned, described_step
 
-Kind = Literal["forward", "backward", "wait", "op", "update"]
+Kind = Literal["forward", "backward", "wait", "op", "update", "ddp"]
+Side = Literal["predicted", "measured", "DDP"]
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,16 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lane:
-    """Bars of one sort, in rows; the bars of a row do not overlap."""
+    """Bars of one sort, in rows; the bars of a row do not overlap.
+
+    Attributes:
+        name: What the bars show.
+        side: Whose bars they are: the plan's, predicted or measured, or those predicted for DDP.
+        rows: The bars.
+    """
 
     name: str
-    measured: bool
+    side: Side
     rows: list[list[Bar]]
 
 
@@ -158,15 +166,23 @@ class Scene:
     def lanes(self) -> list[Lane]:
         """The lanes from top to bottom; each measured lane is below its prediction."""
         lanes = [
-            Lane("compute", False, [self._compute()]),
-            Lane("compute", True, _rows(self._measured_passes())),
+            Lane("compute", "predicted", [self._compute()]),
+            Lane("compute", "measured", _rows(self._measured_passes())),
         ]
-        predicted, measured = self._predicted(), self._measured()
+        predicted, measured, ddp = self._predicted(), self._measured(), self._baseline_bars()
         for name, bars in predicted.items():
-            lanes.append(Lane(name, False, _rows(bars)))
-            if self.measured is not None:
-                lanes.append(Lane(name, True, _rows(measured[name])))
+            lanes.append(Lane(name, "DDP", _rows(ddp.get(name, []))))
+            lanes.append(Lane(name, "predicted", _rows(bars)))
+            lanes.append(Lane(name, "measured", _rows(measured.get(name, []))))
         return [lane for lane in lanes if lane.rows]
+
+    @cached_property
+    def baseline(self) -> Scene | None:
+        """DDP with its best bucket size; None with sparse gradients, for which it has no plan."""
+        if any(tensor.sparse for tensor in self.profile.tensors):
+            return None
+        plan, _ = best_ddp(self.profile, self.network)
+        return Scene.predicted(plan, self.profile, self.network, "backward")
 
     @property
     def span_s(self) -> tuple[float, float]:
@@ -208,8 +224,8 @@ class Scene:
     def _predicted(self) -> dict[str, list[Bar]]:
         tensors, p = self.tensors, self.prediction
         waits = [
-            Bar(a, b, "wait", f"{self.overlap} waits for {tensors[t].name}\n{_span(a, b)}")
-            for t, (a, b) in p.waits
+            Bar(a, b, "wait", f"{self.overlap} waits for {_listed(names)}\n{_span(a, b)}")
+            for names, a, b in _one_at_a_time((tensors[t].name, a, b) for t, (a, b) in p.waits)
         ]
         flights = [self._flight(i, a, b) for i, (a, b) in enumerate(self.spans)]
         updates = [
@@ -218,11 +234,24 @@ class Scene:
         ]
         return {"waiting": waits, "in flight": flights, "updates": updates}
 
+    def _baseline_bars(self) -> dict[str, list[Bar]]:
+        """Returns what is predicted for DDP; its compute is that of the plan."""
+        if self.baseline is None:
+            return {}
+        bars = self.baseline._predicted()
+        flights = [
+            replace(bar, kind="ddp", op=None, tip=f"DDP\n{bar.tip}") for bar in bars["in flight"]
+        ]
+        return {"waiting": bars["waiting"], "in flight": flights}
+
     def _measured(self) -> dict[str, list[Bar]]:
         m = self.measured
         if m is None:
             return {}
-        waits = [Bar(a, b, "wait", f"waits for {name}\n{_span(a, b)}") for name, a, b in m.waits]
+        waits = [
+            Bar(a, b, "wait", f"waits for {_listed(names)}\n{_span(a, b)}")
+            for names, a, b in _one_at_a_time(m.waits)
+        ]
         flights = [self._flight(i, a, b) for i, (a, b) in sorted(m.flights.items())]
         updates = [
             Bar(a, b, "update", f"update\n{_listed(names.split(', '))}\n{_span(a, b)}")
@@ -276,6 +305,20 @@ def _grouped(rows: Iterable[tuple[float, str]]) -> list[tuple[float, list[str]]]
     for time_s, name in rows:
         groups.setdefault(time_s, []).append(name)
     return sorted(groups.items())
+
+
+def _one_at_a_time(
+    waits: Iterable[tuple[str, float, float]],
+) -> list[tuple[list[str], float, float]]:
+    """Joins waits that overlap in time: a training thread waits for several gradients at once."""
+    found: list[tuple[list[str], float, float]] = []
+    for name, start_s, end_s in sorted(waits, key=lambda wait: wait[1]):
+        if found and start_s < found[-1][2]:
+            names, begin_s, last_s = found[-1]
+            found[-1] = ([*names, name], begin_s, max(last_s, end_s))
+        else:
+            found.append(([name], start_s, end_s))
+    return found
 
 
 def _rows(bars: Iterable[Bar]) -> list[list[Bar]]:
