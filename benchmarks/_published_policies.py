@@ -111,13 +111,13 @@ VARIANTS = {
     "mgwfbp": PolicyVariant("mgwfbp", "", "backward"),
     "p3": PolicyVariant("p3", "slices of 40,000 elements"),
     "p3 pipelined": PolicyVariant("bytescheduler", "four such slices in flight", sizes=_SLICES,
-                           shares_startup=True),
+                                  shares_startup=True),
     "bytescheduler": PolicyVariant("bytescheduler", f"best of {len(_TUNED)} sizes", sizes=_TUNED),
     "bytescheduler defaults": PolicyVariant("bytescheduler", "1 and 4 million parameters",
-                                     sizes=_RELEASED),
+                                            sizes=_RELEASED),
     "us-byte": PolicyVariant("us-byte", "units of 256 KiB"),
     "dcredit": PolicyVariant("dcredit", "units of 256 KiB, a window shares one startup",
-                      shares_startup=True),
+                             shares_startup=True),
     "dear": PolicyVariant("dear_exact", "best of all fusion sizes"),
     "dear 25 MiB": PolicyVariant("dear", "groups of 25 MiB"),
     "pipedap": PolicyVariant("pipedap", ""),
@@ -130,7 +130,7 @@ def _dcredit(kib: int, shared: bool, by_module: bool) -> PolicyVariant:
             "each operation of a window pays a startup")  # fmt: skip
     text += ", weight and bias are one tensor" if by_module else ""
     return PolicyVariant("dcredit", text, sizes=({"unit_bytes": kib << 10},), shares_startup=shared,
-                  by_module=by_module)  # fmt: skip
+                         by_module=by_module)  # fmt: skip
 
 
 #: For the columns of the earlier simulator: how usbyte counts, and then other readings.
@@ -150,7 +150,7 @@ READINGS: dict[str, tuple[PolicyVariant | Bound, ...]] = {
     "US-Byte": (
         VARIANTS["us-byte"],
         PolicyVariant("us-byte", "units of 16 MiB: a smaller tensor, once begun, is finished",
-               sizes=({"unit_bytes": 16 * _MIB},)),
+                      sizes=({"unit_bytes": 16 * _MIB},)),
     ),
     "D-Credit": (
         VARIANTS["dcredit"],

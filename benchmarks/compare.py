@@ -103,7 +103,7 @@ def _record(stem: Path, decision: Any) -> None:
     ub.start_timeline(str(stem.with_suffix(".trace.json")))
 
 
-def _scheme(text: str) -> str:
+def _policy_spec(text: str) -> str:
     mode, _, policy = text.strip().partition(":")
     if mode == "auto" and policy:  # what the simulator cannot know: the job chooses its overlap
         return f"auto:{parse_policy_spec(policy).policy}"
@@ -128,7 +128,7 @@ def _other(text: str) -> str:
 @scale_options
 @click.option(
     "--policies",
-    type=Parsed("list", listed(_scheme)),
+    type=Parsed("list", listed(_policy_spec)),
     show_default="all but tuned ones in forward overlap, and backward:ddp",
     help="POLICY (in forward overlap), OVERLAP:POLICY (forward, backward, or auto: what the job "
     "chooses), or sharded:POLICY for a sharded optimizer, separated by commas.",

@@ -257,6 +257,32 @@ def test_terminals_that_cannot_move_their_cursor(monkeypatch: pytest.MonkeyPatch
     os.close(inner)
 
 
+def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer, inner = pty.openpty()
+    area = live_area.LiveArea(inner)
+    monkeypatch.setattr(live_area, "is_terminal", lambda fd: True)
+    os.close(outer)
+    with pytest.raises(OSError, match="Input/output"):
+        os.get_terminal_size(inner)
+    assert area.draw(b"whole\n", [b"bar"]).startswith(b"whole\n")
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size(os.fstat(-1)))
+    assert live_area.rank_env(2).keys() <= {"TTY_COMPATIBLE"}
+    os.close(inner)
+
+
+def test_output_that_ends_within_an_escape_sequence() -> None:
+    screen = RankScreen()
+    assert screen.feed(b"99%\r\x1b[") == []
+    assert screen.finish() == [b"99%"]
+
+
+def test_bars_that_move_to_the_first_column() -> None:
+    screen = RankScreen()
+    assert screen.feed(b"\x1b[1G10%\x1b[G20%\x1b[1G30%\n") == [b"30%"]
+    digits = b"\x1b[" + b"1" * 5000 + b"A"
+    assert screen.feed(b"a" + digits + b"\n") == [b"a" + digits]
+
+
 def test_more_bars_than_rows() -> None:
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 4, COLUMNS, 0, 0))

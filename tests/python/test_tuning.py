@@ -166,6 +166,10 @@ def test_auto_tries_the_best_plans_of_other_policies(job, unhurried):
     assert [job.simulated_s(rival.plan) for rival in rivals.values()] == best
     assert all(rival.plan.ops == job.plan(policy).ops for policy, rival in rivals.items())
     assert rivals
+    small = dataclasses.replace(job, options={"partition_bytes": 64})
+    with pytest.raises(UsageError, match="parts of 64 bytes"):
+        small.plan("bytescheduler")
+    assert not any(s.what == "plan of bytescheduler" for s in tuning.auto(small).starts)
     coded = dataclasses.replace(job, codecs=["powersgd:2"] * len(job.profile.tensors))
     assert not any(s.what.startswith("plan of ") for s in tuning.auto(coded).starts)
 

@@ -20,6 +20,14 @@ def is_terminal(fd: int) -> bool:
     return os.isatty(fd) and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
+def _size(fd: int) -> tuple[int, int]:
+    """Returns columns and rows of a terminal; 0 if it does not tell, or is gone."""
+    try:
+        return os.get_terminal_size(fd)
+    except OSError:  # such as after a hangup, which must not end the job
+        return 0, 0
+
+
 def rank_env(size: int) -> dict[str, str]:
     """Returns variables by which the ranks draw for the launcher's terminal.
 
@@ -34,7 +42,7 @@ def rank_env(size: int) -> dict[str, str]:
     if not (is_terminal(1) and is_terminal(2)):
         return {}
     env = {"TTY_COMPATIBLE": "1"}
-    columns, rows = os.get_terminal_size(1)
+    columns, rows = _size(1)
     if columns and rows:
         left = columns - len(f"[{size - 1}] ")
         env |= {"COLUMNS": str(max(1, left)), "LINES": str(rows)}
@@ -75,7 +83,7 @@ class LiveArea:
         if self._drawn:
             up = _UP % (self._drawn - 1) if self._drawn > 1 else b""
             erase = b"\r" + up + _ERASE_BELOW
-        lines = lines[: max(1, (os.get_terminal_size(self._fd).lines or _DEFAULT_ROWS) - 1)]
+        lines = lines[: max(1, (_size(self._fd)[1] or _DEFAULT_ROWS) - 1)]
         self._drawn = len(lines)
         if not lines:
             return erase + above

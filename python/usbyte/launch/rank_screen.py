@@ -7,7 +7,7 @@ import re
 
 _MAX_LINE_BYTES = 1 << 20
 _ROWS = 50  # that are remembered, as the rank may move its cursor back to them
-_TOKENS = re.compile(rb"[^\r\n\x1b]+|\r|\n|\x1b\[([0-?]*)[ -/]*([@-~])|\x1b")
+_TOKENS = re.compile(rb"[^\r\n\x1b]+|\r|\n|\x1b\[([0-?]{0,32})[ -/]*([@-~])|\x1b")
 _CUT_SEQUENCE = re.compile(rb"\x1b(\[[0-?]{0,32}[ -/]*)?\Z")
 
 
@@ -72,8 +72,7 @@ class RankScreen:
 
     def finish(self) -> list[bytes]:
         """Returns the unfinished lines up to the last that is not blank."""
-        if self._unread:
-            self._write(self._unread)
+        # A terminal shows nothing of an escape sequence that does not end.
         while self._rows and not self._rows[-1].text.strip():
             self._rows.pop()
         self._give(len(self._rows))
@@ -107,6 +106,8 @@ class RankScreen:
                     self._height = max(self._height, len(self._rows) - 1 - self._at)
             case b"B":
                 self._at = min(self._at + rows, len(self._rows) - 1)
+                self._replaces = True
+            case b"G" if parameters in (b"", b"0", b"1"):
                 self._replaces = True
             case b"K" if self._replaces or parameters not in (b"", b"0"):
                 self._rows[self._at].text = b""

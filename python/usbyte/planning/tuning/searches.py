@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from usbyte import _core
+from usbyte.errors import UsageError
 from usbyte.planning.tuning.tuner import Candidate, Point, Search, Space
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -287,7 +288,7 @@ def _variants(task: TuningTask, first: _core.Plan, end: float) -> list[Candidate
 
 def _rivals(task: TuningTask, tried: Sequence[Candidate], end: float) -> list[Candidate]:
     """Returns the best plans of other policies that are not among those to be tried already."""
-    if task.codecs:  # not every policy knows every codec
+    if task.codecs:  # `auto` itself compares the other policies under codecs.
         return []
     worst_s = task.simulated_s(tried[0].plan) * (1 + _RIVAL)
     known = {candidate.plan.hash() for candidate in tried}
@@ -295,7 +296,10 @@ def _rivals(task: TuningTask, tried: Sequence[Candidate], end: float) -> list[Ca
     for policy in _core.policies():
         if policy in ("auto", "ddp") or time.monotonic() > end:
             continue
-        plan = _named("auto", task.plan(policy))
+        try:
+            plan = _named("auto", task.plan(policy))
+        except UsageError:  # It refuses this job, for example because of too many parts.
+            continue
         step_s = task.simulated_s(plan)
         if plan.hash() not in known and step_s <= worst_s:
             known.add(plan.hash())

@@ -14,7 +14,7 @@ from usbyte.cluster_env import JOB_KEY, Cluster
 from usbyte.errors import UsageError
 from usbyte.torch.runtime.credential import Credential
 from usbyte.torch.runtime.format import brief_error
-from usbyte.torch.runtime.worker_thread import SerialExecutor
+from usbyte.torch.runtime.worker_thread import call_within
 
 log = logging.getLogger("usbyte")
 
@@ -76,9 +76,10 @@ def _serve(cluster: Cluster, credential: Credential, limit_s: float) -> dist.TCP
 
 def _connect(cluster: Cluster, limit_s: float) -> dist.TCPStore:
     # torch waits without limit for the first answer of a program that accepts the connection.
-    calls = SerialExecutor("usbyte-connect")
     try:
-        return calls.run(
+        return call_within(
+            limit_s,
+            "usbyte-connect",
             lambda: dist.TCPStore(
                 cluster.master_addr,
                 cluster.master_port,
@@ -86,7 +87,6 @@ def _connect(cluster: Cluster, limit_s: float) -> dist.TCPStore:
                 timeout=timedelta(seconds=limit_s),
                 wait_for_workers=False,
             ),
-            limit_s,
         )
     except RuntimeError as error:
         raise UsageError(
@@ -94,8 +94,6 @@ def _connect(cluster: Cluster, limit_s: float) -> dist.TCPStore:
             f"store of torch.distributed ({brief_error(error)}). Check that MASTER_ADDR and "
             "MASTER_PORT are those of rank 0, or choose another MASTER_PORT"
         ) from error
-    finally:
-        calls.close()
 
 
 def _wait_for_server(cluster: Cluster, deadline: float) -> None:

@@ -87,12 +87,12 @@ class StepReport:
                 self._begin(label, steps, record)
         elif label == self._label and steps >= self._last:
             record(None)
-            self._finish()
+            self._finish("the recorded steps cannot be drawn")
 
     def close(self) -> None:
         """Writes the page if it was not written. Call it when the engines have ended."""
         if self._trace is not None:
-            self._finish()
+            self._finish(f"the plan was final too late (train for {self._last} steps or more)")
         elif not self._is_done:
             self._is_done = True
             log.warning(
@@ -111,7 +111,7 @@ class StepReport:
         except (OSError, UsageError) as error:
             self._end(f"the steps could not be recorded: {error}. Free space, or set TMPDIR")
 
-    def _finish(self) -> None:
+    def _finish(self, problem: str) -> None:
         from usbyte.report import html
         from usbyte.report.scene import Scene
 
@@ -120,8 +120,7 @@ class StepReport:
             page = html.render(Scene.of_timeline(self._trace))
             files.write_bytes(self._path, page.encode())
         except UsageError as error:
-            log.debug("USBYTE_REPORT: %s", error)
-            self._end(f"the plan was final too late: train for {self._last} steps or more")
+            self._end(f"{problem}: {error}")
         except Exception as error:  # must not end the training
             self._end(f"'{self._path}' could not be written: {error}. Free space, or name another")
         else:

@@ -242,9 +242,9 @@ class ModuleHook:
     @property
     def __name__(self) -> str:
         raise AttributeError(
-            "torch.jit.script cannot compile the hooks by which modules wait for their parameters: "
-            "script a new model that has loaded this one's state_dict(), or use "
-            "torch.jit.trace"
+            "torch.jit.script cannot compile the hooks by which modules wait for their parameters, "
+            "or by which a timeline records them: script a new model that has loaded this one's "
+            "state_dict(), or use torch.jit.trace"
         )
 
     def __reduce__(self) -> Any:
