@@ -29,6 +29,7 @@ _BY_MODULE: Mapping[str, str] = {
     "usbyte.cli": "commands",
     "usbyte.lab": "commands",
     "usbyte.planning": "plans",
+    "usbyte.report": "commands",
     "usbyte.torch": "collectives",
     "usbyte.torch.api.ddp_comm_hook": "compression",
     "usbyte.torch.comm": "network",

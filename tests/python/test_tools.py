@@ -166,7 +166,6 @@ def test_serial_startups(profile):
             "wfbp does not support",
         ),
         (["plan", "vgg16-half", *RING, "--policy", "magic"], "tune:dear"),
-        (["plan", "vgg16-half"], "give the network by one of --network NETWORK.json and --ring"),
         (["plan", "vgg16-half", "--ring", "5000000000,1ms,1gbit"], "1 to 65536 ranks"),
         (["plan", "vgg16-half", "--ring", "4,1e-99999999999999999999s,1gbit"], "is no time"),
         (["plan", "vgg16-half", *RING, "--scale-bytes", "1e300"], "1e+09 at most"),
