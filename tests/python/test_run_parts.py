@@ -24,11 +24,26 @@ from usbyte.launch.cli import main
 from usbyte.launch.job import Job
 from usbyte.launch.launcher import Launcher
 from usbyte.launch.output import Output
-from usbyte.launch.process_tree import SignalWake
+from usbyte.launch.process_tree import ExitOrder, SignalWake
 
 
 def listed(parsed: list[hosts.Host]) -> list[tuple[str, int, bool]]:
     return [(host.name, host.slots, host.local) for host in parsed]
+
+
+def test_processes_are_told_in_the_order_of_their_ends() -> None:
+    children = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(3)]
+    pids = [child.pid for child in children]
+    order = ExitOrder(pids)
+    assert order.take() == []
+    for i in (2, 0, 1):
+        stdin = children[i].stdin
+        assert stdin is not None
+        stdin.close()
+        os.waitid(os.P_PID, pids[i], os.WEXITED | os.WNOWAIT)
+    assert order.take() == [pids[2], pids[0], pids[1]]
+    assert order.take() == []
+    assert [child.wait() for child in children] == [0, 0, 0]
 
 
 def test_hosts_are_parsed_in_order() -> None:

@@ -88,19 +88,25 @@ class Agent:
         """
         self._wake.handle()  # torch has replaced the handlers.
         self._channel.event("started")
+        order = process_tree.ExitOrder(ranks)
         while True:
             try:
-                pid, status = os.wait()
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             except ChildProcessError:
                 self._park()
-            rank = ranks.pop(pid, None)
-            if rank is None or self._ending:
-                continue
-            code = os.waitstatus_to_exitcode(status)
-            self._channel.event("exit", rank=rank, code=code)
-            if code:
-                # Ends the other ranks at once; the launcher's command for that may come late.
-                self._wake.poke()
+            assert ended is not None
+            for pid in [pid for pid in order.take() if pid in ranks] or [ended.si_pid]:
+                _, status = os.waitpid(pid, 0)
+                self._report_exit(ranks.pop(pid, None), status)
+
+    def _report_exit(self, rank: int | None, status: int) -> None:
+        if rank is None or self._ending:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        self._channel.event("exit", rank=rank, code=code)
+        if code:
+            # Ends the other ranks at once; the launcher's command for that may come late.
+            self._wake.poke()
 
     def _control(self) -> NoReturn:
         while True:

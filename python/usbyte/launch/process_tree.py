@@ -3,9 +3,10 @@
 
 import ctypes
 import os
+import select
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,6 +76,33 @@ def end_descendants(
         _signal(pids, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
     return pids
+
+
+class ExitOrder:
+    """Tells in which order processes end. `os.wait` knows only that several have ended.
+
+    Args:
+        pids: The processes. On Linux before 5.3 none of them is watched.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._poll = select.epoll()
+        self._pids: dict[int, int] = {}
+        for pid in pids:
+            with suppress(OSError):
+                fd = os.pidfd_open(pid)
+                self._pids[fd] = pid
+                # The kernel queues a descriptor when its process ends, the first to end first.
+                self._poll.register(fd, select.EPOLLIN)
+
+    def take(self) -> list[int]:
+        """Returns the processes that have ended since the last call, the first to end first."""
+        ended = []
+        for fd, _ in self._poll.poll(0):
+            self._poll.unregister(fd)
+            os.close(fd)
+            ended.append(self._pids.pop(fd))
+        return ended
 
 
 def reap() -> None:
