@@ -33,7 +33,7 @@ class Measured:
         updates: Updates: names of the tensors, start, end.
         sums: For each sparse op, its `_SUMS` by name.
         forwards: Start and end of each forward pass; none in a trace of an older version.
-        backwards: Start and end of each backward pass; likewise.
+        backwards: Start and end of each backward pass; none in a trace of an older version.
         next_forwards: Start and end of each forward pass of the next step.
     """
 

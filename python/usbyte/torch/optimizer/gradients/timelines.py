@@ -68,7 +68,7 @@ class Timelines:
         self._set_writers(writer)
 
     def set_report(self, writer: _core.TimelineWriter | None) -> None:
-        """Records the report's timeline likewise."""
+        """Records the report's timeline into `writer` from the next step on; None stops."""
         self._report = writer
         self._set_writers(writer)
 
